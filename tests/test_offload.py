@@ -2,14 +2,18 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +22,7 @@ from tests.layer import assert_equal
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, offload_experts
 from titan_fp8moe.layer import host
 from titan_fp8moe.nn import offload
+from titan_fp8moe.nn.parallel import distributed_data_parallel
 
 D, E, K, T = 256, 4, 2, 48
 HIDDEN = 128, 384, 256, 128, 256  # of the layers, unlike in a model
@@ -32,7 +37,10 @@ class LateCopies(TorchDispatchMode):
 
     Attributes:
         log: "c1" where the copy of layer 1 is issued, "u1" where the computation waits for it.
+        interrupted: the next copy raises.
     """
+
+    interrupted = False
 
     def __init__(self):
         super().__init__()
@@ -40,7 +48,7 @@ class LateCopies(TorchDispatchMode):
         self.time, self.read, self.issued, self.done = 0, {}, [], 0
         self.targets: set[int] = set()
         self.log: list[str] = []
-        self.computation = self.current = Stream(self)
+        self.current = Stream(self, computes=True)
 
     def Stream(self, device: torch.device) -> "Stream":
         return Stream(self)
@@ -54,23 +62,33 @@ class LateCopies(TorchDispatchMode):
     @contextlib.contextmanager
     def stream(self, stream: "Stream") -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self, device: torch.device) -> None:
+        self.log.append("synchronized")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.current is not self.computation and func is torch.ops.aten.copy_.default:
+        if not self.current.computes and func is torch.ops.aten.copy_.default:
             self.issue(*args[:2])
             return args[0]
-        if self.current is self.computation:
+        if self.current.computes:
             self.time += 1
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, Tensor):
-                    self.read[tensor.untyped_storage().data_ptr()] = self.time
+                    self.read[tensor.untyped_storage().data_ptr(), self.current] = self.time
         return func(*args, **kwargs or {})
 
     def issue(self, target: Tensor, source: Tensor) -> None:
+        if self.interrupted:
+            self.interrupted = False
+            raise KeyboardInterrupt
         where, name = target.untyped_storage().data_ptr(), f"c{self.names.get(source.data_ptr())}"
-        assert self.read.get(where, 0) <= self.current.waited, "a copy may overwrite what is still read"
+        reads = {stream: time for (read, stream), time in self.read.items() if read == where}
+        seen = all(time <= self.current.behind.get(stream, 0) for stream, time in reads.items())
+        assert seen, "a copy may overwrite what is still read"
         self.targets.add(where)
         target.view(torch.uint8).fill_(0x7F)
         self.issued.append((name, target, source))
@@ -79,15 +97,25 @@ class LateCopies(TorchDispatchMode):
 
 
 class Stream:
-    waited = 0
+    """A stream of computation or of copies.
 
-    def __init__(self, device: LateCopies):
-        self.device = device
+    Attributes:
+        behind: for each stream of computation, the last of its operations that this stream has waited for.
+    """
+
+    def __init__(self, device: LateCopies, computes: bool = False):
+        self.device, self.computes, self.behind = device, computes, {}
 
     def wait_event(self, event: "Event") -> None:
-        if self is not self.device.computation:
-            self.waited = max(self.waited, event.time)
-            return
+        self.wait_for_reads(event)
+        if self.computes and event.copies:
+            self.wait_for_copies(event)
+
+    def wait_for_reads(self, event: "Event") -> None:
+        for stream, time in event.behind.items():
+            self.behind[stream] = max(self.behind.get(stream, 0), time)
+
+    def wait_for_copies(self, event: "Event") -> None:
         for _, target, source in self.device.issued[self.device.done : event.copies]:
             target.copy_(source)
         self.device.done = max(self.device.done, event.copies)
@@ -95,11 +123,15 @@ class Stream:
 
 
 class Event:
-    time = copies = 0
+    copies = 0
+
+    def __init__(self):
+        self.behind: dict[Stream, int] = {}
 
     def record(self, stream: Stream) -> None:
-        if stream is stream.device.computation:
-            self.time = stream.device.time
+        self.behind = dict(stream.behind)
+        if stream.computes:
+            self.behind[stream] = stream.device.time
         else:
             self.copies = len(stream.device.issued)
 
@@ -239,11 +271,9 @@ def never(*_: Any) -> None:
 
 
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "no wait before a use": lambda patch: patch.setattr(
-        Stream, "wait_event", lambda self, e: setattr(self, "waited", max(self.waited, e.time))
-    ),
-    "no wait before overwriting": lambda patch: patch.setattr(Event, "time", property(lambda _: 0, never)),
-    "released too early": lambda patch: patch.setattr(host.HostLayer, "release", never),
+    "no wait before a use": lambda patch: patch.setattr(Stream, "wait_for_copies", never),
+    "no wait before overwriting": lambda patch: patch.setattr(Stream, "wait_for_reads", never),
+    "released too early": lambda patch: patch.setattr(host.HostLayer, "__exit__", never),
     "one buffer": lambda patch: patch.setattr(host, "NUM_BUFFERS", 1),
 }
 
@@ -284,7 +314,9 @@ def test_new_values(offloaded):
     with device:
         assert torch.equal(here(*inputs), there(*inputs))
         state = {name: tensor.clone() for name, tensor in here.state_dict().items()}
+        device.log = []
         here.load_state_dict(other.state_dict())
+        assert "synchronized" in device.log  # before values change that pending copies read
         here.order = other.order = [4, 3, 0]  # the buffers hold 3 and 4
         assert_equal(step(here, inputs), step(other, inputs))
         there.order = here.order
@@ -302,6 +334,61 @@ def test_other_weights_between_forward_and_backward(offloaded):
         out = here(x, ids, scores)
         torch.func.functional_call(here, state, (x, ids, scores))
         assert_equal(torch.autograd.grad(out.sum(), [x, scores]), want)
+
+
+def test_changed_between_forward_and_backward(offloaded):
+    """In place it is refused, as on the device."""
+    here, device = offloaded(Layers())
+    inputs = make_inputs()
+    for name in ("w13", "w2_scale"):
+        with device:
+            out = here(*inputs)
+            getattr(here.layers[0], name).zero_()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+
+
+def test_interrupted_copy(offloaded):
+    """Ctrl-C in a notebook, and the same cell again."""
+    there, other = Layers(), Layers()
+    here, device = offloaded(other)
+    inputs = make_inputs()
+    want = step(there, inputs)
+    with device:
+        device.interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            here(*inputs)
+        assert_equal(step(here, inputs), want)
+
+
+def test_two_streams(offloaded):
+    """Both read one layer's copy; the copy of another layer may not overwrite it before both have."""
+    here, device = offloaded(Layers())
+    inputs, here.order = make_inputs(), [0]
+    with device, torch.no_grad():
+        here(*inputs)
+        here.order = [0, 1, 2]
+        with device.stream(Stream(device, computes=True)):
+            here(*inputs)
+
+
+def test_two_threads(monkeypatch: pytest.MonkeyPatch):
+    """No thread takes a layer before another has read its own."""
+    there, here = Layers(), Layers()
+    offload_experts(here, "cpu")
+    take = host.HostLayer.take
+
+    def take_slowly(*args: Any) -> Any:
+        taken = take(*args)
+        sleep(0.005)  # lets the other thread run
+        return taken
+
+    monkeypatch.setattr(host.HostLayer, "take", take_slowly)
+    inputs = [make_inputs(), make_inputs()]
+    with ThreadPoolExecutor(2) as pool:
+        found = [*pool.map(functools.partial(step, here), inputs)]
+    for got, given in zip(found, inputs, strict=True):
+        assert_equal(got, step(there, given))
 
 
 def test_again_after_adapters(offloaded):
@@ -350,6 +437,28 @@ def test_compiled_code_breaks_its_graph(offloaded):
         torch.compile(here, backend="aot_eager", fullgraph=True)(*inputs)
 
 
+def test_exports_are_refused(offloaded):
+    here, _ = offloaded(Layers())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="export before offload_experts"):
+        torch.export.export(here, tuple(make_inputs()), strict=False)
+
+
+def test_ddp_leaves_them_out(offloaded, group):
+    """It takes parameters on one kind of device only."""
+    here, _ = offloaded(Layers("none", lora=True))
+    for experts in here.layers:
+        for name in ("w13", "w2"):  # as host memory is to a GPU
+            setattr(experts, name, nn.Parameter(getattr(experts, name).to("meta"), requires_grad=False))
+    DistributedDataParallel(here, process_group=group)
+
+
+def test_ddp_keeps_the_experts_of_each_rank(group):
+    model = nn.ModuleDict(dict(moe=Layers(ep_group=group, hidden=HIDDEN[:1]), router=nn.Linear(2, 2)))
+    ddp = distributed_data_parallel(model)
+    stored = {f"moe.layers.0.{name}" for name, _ in model["moe"].layers[0].named_parameters()}
+    assert stored <= ddp.parameters_to_ignore
+
+
 def test_refusals(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"Linear has no experts stored in FP8.*RoutedExperts\.from_fp8"):
         offload_experts(nn.Linear(2, 2))
@@ -395,6 +504,10 @@ def test_transformers(offloaded, tmp_path: Path):
     assert {e[0] for e in device.log} == {"c", "u"}
     states = [model.get_base_model().state_dict() for model in (there, here)]
     assert_equal(states[1].values(), states[0].values())
+    trained = next(m for m in here.modules() if "fp8_host" in vars(m)).down_proj.requires_grad_(True)
+    with pytest.raises(ValueError, match="freeze it with requires_grad_"), device:
+        experiment.loss_of(here, tokens)
+    trained.requires_grad_(False)
     here.get_base_model().set_experts_implementation("grouped_mm")
     with pytest.raises(ValueError, match="FP8Experts would run as grouped_mm, which cannot read host memory"):
         offload_experts(here, "cpu")

@@ -31,6 +31,7 @@ function frees the forward's payload as soon as it is summed, since checkpointin
 payloads go with their last reference.
 """
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients
 from titan_fp8moe.layer.group import FORWARD_OPS, GroupBackward, group_backward, group_ffn, group_of, product_flops
-from titan_fp8moe.layer.host import HostLayer
+from titan_fp8moe.layer.host import HostLayer, for_backward
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
 from titan_fp8moe.layer.operands import (
     Packed,
@@ -223,14 +224,13 @@ def _checksum(*values: Any) -> int:
 
 class Call(NamedTuple):
     """The arguments of both autograd functions that autograd does not see. A cache is None where nothing is kept;
-    ``stored`` are weights that are stored in FP8, else None. ``host`` copies them, from ``in_host``, else None."""
+    ``stored`` are weights that are stored in FP8, else None. ``host`` copies them from host memory, else None."""
 
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
     stored: ExpertWeights[Fp8Weight] | None
     host: HostLayer | None = None
-    in_host: ExpertWeights[Fp8Weight] | None = None
 
 
 def _pack_shared(matrices: ExpertWeights[Tensor], call: Call) -> Packed:
@@ -277,6 +277,9 @@ class InFlight:
         return started
 
 
+_ON_DEVICE = contextlib.nullcontext()
+
+
 class ExpertsFunction(torch.autograd.Function):
     """A layer; with a dispatch that overlaps, up to ``send_back`` and from there."""
 
@@ -287,24 +290,25 @@ class ExpertsFunction(torch.autograd.Function):
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         if spec.dispatch.travels:
             signature = _signature(spec, inputs, Inputs.of(ctx.needs_input_grad, False))
-        weights = call.stored or inputs.weights.apart(spec.expert)
-        routed = pack(weights, call.cache, spec.backward.weights != "trained")
         shared = _pack_shared(inputs.shared if in_flight is None else in_flight.shared, call)
-        out, *results = _forward_op(
-            inputs.x,
-            inputs.topk_scores,
-            inputs.topk_ids,
-            routed.tensors,
-            shared.tensors,
-            inputs.adapters,
-            inputs.nan_flags,
-            encode(spec),
-            signature,
-            *(inputs.biases or NO_BIASES),
-            inputs.shared_scores,
-        )
-        if call.host is not None:
-            call.host.release()
+        with call.host or _ON_DEVICE:
+            weights = call.stored or inputs.weights.apart(spec.expert)
+            if call.host is not None:
+                weights = call.host.take(weights)
+            routed = pack(weights, call.cache, spec.backward.weights != "trained")
+            out, *results = _forward_op(
+                inputs.x,
+                inputs.topk_scores,
+                inputs.topk_ids,
+                routed.tensors,
+                shared.tensors,
+                inputs.adapters,
+                inputs.nan_flags,
+                encode(spec),
+                signature,
+                *(inputs.biases or NO_BIASES),
+                inputs.shared_scores,
+            )
         handed, parts = [], _WHOLE
         if spec.dispatch.overlaps:
             payload, *results = results
@@ -323,7 +327,7 @@ class ExpertsFunction(torch.autograd.Function):
         ctx.spec, ctx.nan_flags, ctx.in_flight = spec, inputs.nan_flags, in_flight
         ctx.read, ctx.shared_read = routed.read(), shared.read()
         ctx.x_dtype, ctx.dim = inputs.x.dtype, inputs.x.shape[1]
-        ctx.host, ctx.in_host = call.host, call.in_host
+        ctx.host, ctx.in_host = call.host, call.host and for_backward(call.stored)
         return (out, *handed) if handed else out
 
     @staticmethod
@@ -332,17 +336,16 @@ class ExpertsFunction(torch.autograd.Function):
         spec = ctx.spec
         needs = Inputs.of(ctx.needs_input_grad[:-2], spec.expert.biased)
         saved = Saved.unpack(layout(spec, *ctx.parts), ctx.saved_tensors)
-        if ctx.host is not None:
-            saved = saved._replace(weights=ctx.host.take(ctx.in_host))
-        backward = _Backward(spec, needs, NanFlags.of(ctx.nan_flags), saved, ctx.dim)
-        del saved
-        if ctx.in_flight is None:
-            backward.start(dout, ctx.shared_read)
-        else:
-            backward.started = ctx.in_flight.take()
-        backward.hidden(ctx.read, dout)
-        if ctx.host is not None:
-            ctx.host.release()
+        with ctx.host or _ON_DEVICE:
+            if ctx.host is not None:
+                saved = saved._replace(weights=ctx.host.take(*ctx.in_host))
+            backward = _Backward(spec, needs, NanFlags.of(ctx.nan_flags), saved, ctx.dim)
+            del saved
+            if ctx.in_flight is None:
+                backward.start(dout, ctx.shared_read)
+            else:
+                backward.started = ctx.in_flight.take()
+            backward.hidden(ctx.read, dout)
         grads = backward.finish(ctx.x_dtype)
         if ctx.placements is not None:
             of_weights, of_biases = ctx.placements

@@ -8,12 +8,13 @@ will ask next begins on a stream of its own, into the buffer that the layer befo
 
 Two events order each buffer. A layer waits for ``ready`` before it reads, and a copy for ``free`` before it writes. The
 host waits for neither. The next layer is a guess, upwards in a forward and downwards in a backward. A wrong one costs
-a late copy, never a wrong value. Autograd keeps no weights: a backward asks again.
+a late copy, never a wrong value. Autograd keeps no weights: a backward asks again. Threads take turns, a layer each.
 """
 
 import contextlib
 import functools
 import mmap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,7 @@ class HostExperts:
         with self.runtime.stream(self.stream):  # once freed, the memory is the stream's again, behind its last copy
             self.buffers = [_Buffer(size, device, self.runtime) for _ in range(NUM_BUFFERS)]  # first: longest unused
         self._last, self._step = 0, 1
+        self.lock = threading.RLock()
 
     def take(self, at: int) -> _Buffer:
         """The buffer with a layer's values, for the current stream. Begins the copy of the layer that is likely next.
@@ -111,22 +113,36 @@ class HostExperts:
         """The buffer that holds these values, or will."""
         key = [tensor_key(q) for q in values]  # with their versions
         buffer = next((b for b in self.buffers if b.holds == key), self.buffers[0])
-        self.buffers.remove(buffer)
-        self.buffers.append(buffer)
+        self.buffers = [*(b for b in self.buffers if b is not buffer), buffer]
         if buffer.holds != key:
-            buffer.holds = key
+            buffer.holds = None  # until the copy is issued, which may be interrupted
             self.stream.wait_event(buffer.free)
             with self.runtime.stream(self.stream), torch.no_grad():
                 for there, here in zip(buffer.views(values), values, strict=True):
                     there.copy_(here, non_blocking=True)
                 buffer.ready.record(self.stream)
+            buffer.holds = key
         return buffer
 
 
-class HostLayer:
-    """One layer of :class:`HostExperts`, as its module keeps it. A copied or saved module has None instead."""
+class HostWeight(Fp8Weight):
+    """A weight whose values are in host memory. Its scales are on the device."""
 
-    _buffer: _Buffer
+    @property
+    def device(self) -> torch.device:
+        return self.scale.device
+
+
+class HostLayer:
+    """One layer of :class:`HostExperts`, as its module keeps it. A copied or saved module has None instead.
+
+    It is the context in which an op reads what :meth:`take` has returned::
+
+        with layer:
+            run(layer.take(weights))
+    """
+
+    _buffer: _Buffer | None = None
 
     def __init__(self, experts: HostExperts, index: int):
         self.experts, self.index = experts, index
@@ -134,23 +150,54 @@ class HostLayer:
     def __reduce__(self) -> tuple:
         return type(None), ()
 
-    def take(self, weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
-        """The weights on the device, for the current stream. :meth:`release` must follow the last read.
-
-        Args:
-            weights: w1 and w2 as the module has them, in host memory; in a backward, as it had them in the forward.
-        """
-        w1, w2, _ = weights
+    def weights(self, given: ExpertWeights[Any]) -> ExpertWeights[Any]:
+        """w1 and w2, as the module has them in host memory."""
+        w1, w2, _ = given
+        if torch.compiler.is_exporting():
+            raise RuntimeError("torch.export cannot copy experts from host memory; export before offload_experts")
         if w1.device.type != "cpu":
             raise RuntimeError(
                 f"offload_experts put these experts into host memory, and something has moved them to {w1.device}; "
                 "move a model before that call, which itself moves all else to the GPU"
+            )
+        return ExpertWeights(HostWeight(*w1), HostWeight(*w2))
+
+    def take(self, weights: ExpertWeights[HostWeight], key: list[tuple] | None = None) -> ExpertWeights[Fp8Weight]:
+        """The weights on the device, for the current stream. A backward gives them with their key, of
+        :func:`for_backward`.
+
+        Raises:
+            RuntimeError: they have been changed in place since.
+        """
+        w1, w2, _ = weights
+        if key is not None and key != _keys(w1, w2):
+            raise RuntimeError(
+                "experts in host memory have been modified by an inplace operation between a forward and its backward; "
+                "load or change them after the backward"
             )
         values = self.experts.values[self.index] = [w1.q, w2.q]
         self._buffer = self.experts.take(self.index)
         q1, q2 = self._buffer.views(values)
         return ExpertWeights(Fp8Weight(q1, w1.scale), Fp8Weight(q2, w2.scale))
 
-    def release(self) -> None:
-        """Ends the reads of what :meth:`take` returned, on the current stream."""
-        self._buffer.free.record(self.experts.runtime.current_stream(self.experts.device))
+    def __enter__(self) -> None:
+        self.experts.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the reads, on the current stream."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            stream = self.experts.runtime.current_stream(self.experts.device)
+            stream.wait_event(buffer.free)  # readers on other streams
+            buffer.free.record(stream)
+        self.experts.lock.release()
+
+
+def for_backward(weights: Any) -> tuple[ExpertWeights[HostWeight], list[tuple]]:
+    """Aliases of the weights, which autograd keeps of others too, and their key."""
+    w1, w2 = (HostWeight(w.q.detach(), w.scale.detach()) for w in weights[:2])
+    return ExpertWeights(w1, w2), _keys(w1, w2)
+
+
+def _keys(*weights: HostWeight) -> list[tuple]:
+    return [tensor_key(t) for w in weights for t in w]

@@ -171,11 +171,10 @@ def run_layer(
         _warn_of_bf16_scores()
         topk_scores_TK = topk_scores_TK.float()
     weights, config, ep_group, expert, cache, frozen, biases, lora, check_ids, nan_flags, host = experts
-    in_host = None
     if host is not None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _run_eagerly(x_TD, topk_ids_TK, topk_scores_TK, experts, shared, meanwhile)
-        in_host, weights = weights, host.take(weights)
+        weights = host.weights(weights)
     check_inputs(x_TD, weights, topk_ids_TK, topk_scores_TK, expert)
     if biases is not None:
         check_biases(biases, weights, x_TD.shape[1])
@@ -194,7 +193,7 @@ def run_layer(
     kept = ffn.scores is not None, cache is not None, shared_cache is not None
     spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = Call(spec, cache, shared_cache, stored, host, in_host)
+    call = Call(spec, cache, shared_cache, stored, host)
     given = weights if stored is None else NO_WEIGHTS
     pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
     inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.host import HostExperts, HostLayer, pinned_like
 from titan_fp8moe.nn.modules import Fp8RoutedExperts
+from titan_fp8moe.nn.parallel import leave_out_of_ddp
 from titan_fp8moe.recipe import FP8
 
 GIB = 2**30
@@ -24,7 +25,9 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
 
     The device holds two layers' experts at a time; everything else of the model is moved there. Call it at the end:
     after adapters are added, before the optimizer is made. A model may come from the CPU, whose memory then has one
-    layer twice at most, or from the device. Each rank of an ``ep_group`` offloads its own experts.
+    layer twice at most, or from the device. Each rank of an ``ep_group`` offloads its own experts, and DDP leaves them
+    out. Change experts by ``load_state_dict``. Other writes in place need ``torch.cuda.synchronize()`` first, and those
+    through ``.data`` may not be seen.
 
     It takes :class:`titan_fp8moe.nn.modules.Fp8RoutedExperts`, and Transformers' experts stored in FP8 that run as
     ``fp8_flow``. A copy of the model is not offloaded. ``torch.compile`` breaks its graphs at such layers.
@@ -62,6 +65,21 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
     experts = HostExperts([[q.detach().view(FP8) for q in layer] for layer in weights], device)
     for index, module in enumerate(found):
         cast(Any, module).fp8_host = HostLayer(experts, index)
+        module.register_load_state_dict_pre_hook(_await_copies)
+    # DDP takes parameters on one kind of device. It would also send rank 0's experts to all ranks.
+    names = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if module in found
+        for name, _ in module.named_parameters(recurse=False)
+    ]
+    leave_out_of_ddp(model, names)
+
+
+def _await_copies(module: nn.Module, *_: Any) -> None:
+    """Before values in host memory are replaced, which forwards that the device has not reached yet will read."""
+    if (host := vars(module).get("fp8_host")) is not None:
+        host.experts.runtime.synchronize(host.experts.device)
 
 
 def _stored(module: nn.Module) -> list[str]:

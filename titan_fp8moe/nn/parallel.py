@@ -86,9 +86,13 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
         ValueError: for another process group: DDP would not reduce the gradients of an expert's replicas.
     """
     experts = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
-    # DDP compares names with f"{module}.{parameter}", which begins with a dot for a parameter of the model itself.
-    names = [*experts, *(f".{name}" for name in experts), *getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    stored = [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name, p in module.named_parameters(recurse=False)
+        if p.dtype == torch.uint8 and getattr(module, "ep_group", None) is not None
+    ]  # this rank's, in FP8
+    leave_out_of_ddp(model, [*experts, *stored])
     ddp = DistributedDataParallel(model, **kwargs)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     for name, param in experts.items():
@@ -100,6 +104,13 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
             )
     _count_ranks(ddp, len(ranks))
     return ddp
+
+
+def leave_out_of_ddp(model: nn.Module, parameters: list[str]) -> None:
+    """Lets DDP neither broadcast nor reduce these parameters of a model that it will wrap."""
+    # DDP compares names with f"{module}.{parameter}", which begins with a dot for a parameter of the model itself.
+    names = [*parameters, *(f".{p}" for p in parameters), *getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 _factors: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
