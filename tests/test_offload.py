@@ -413,6 +413,8 @@ def test_copies_are_not_offloaded(offloaded, tmp_path: Path):
     torch.save(here, tmp_path / "model.pt")
     for other in (copy.deepcopy(here), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert all(experts.fp8_host is None for experts in other.layers)
+        assert all(p.is_meta for p in other.to("meta").parameters())
+    assert not any(p.is_meta for p in here.parameters())
 
 
 def test_expert_parallel(offloaded, group):
@@ -475,10 +477,17 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch):
         offload_experts(model)
 
 
-def test_experts_that_were_moved(offloaded):
-    here, _ = offloaded(Layers())
-    here.layers[0].to("meta")
-    with pytest.raises(RuntimeError, match="moved them to meta; move a model before"):
+def test_moved_models(offloaded):
+    """As trainers move them: all but the values goes. Whoever moves these gets an error."""
+    here, _ = offloaded(Layers(lora=True))
+    first = here.layers[0]
+    names = [name for name, _ in first.named_parameters()]
+    assert {name: p.is_meta for name, p in here.to("meta").layers[0].named_parameters()} == {
+        name: name not in ("w13", "w2") for name in names
+    }
+    assert [name for name, _ in first.named_parameters()] == names
+    first.w13 = nn.Parameter(first.w13.to("meta"), requires_grad=False)
+    with pytest.raises(RuntimeError, match="moved them to meta; move its model by model.to"):
         here(*make_inputs())
 
 
@@ -520,6 +529,7 @@ def test_on_a_gpu():
     there, here = Layers("none", lora=True, **sizes), Layers("none", lora=True, **sizes).cpu()
     before = torch.cuda.memory_allocated()
     offload_experts(here)
+    here.to("cuda")
     assert all(q.is_pinned() for layer in here.layers[0].fp8_host.experts.values for q in layer)
     on_card = [p for experts in here.layers for name, p in experts.named_parameters() if name not in ("w13", "w2")]
     assert all(p.is_cuda for p in on_card)

@@ -158,7 +158,7 @@ class HostLayer:
         if w1.device.type != "cpu":
             raise RuntimeError(
                 f"offload_experts put these experts into host memory, and something has moved them to {w1.device}; "
-                "move a model before that call, which itself moves all else to the GPU"
+                "move its model by model.to(), which leaves them there"
             )
         return ExpertWeights(HostWeight(*w1), HostWeight(*w2))
 

@@ -1,5 +1,6 @@
 """Frozen FP8 experts in host memory: :func:`offload_experts`."""
 
+import functools
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
     after adapters are added, before the optimizer is made. A model may come from the CPU, whose memory then has one
     layer twice at most, or from the device. Each rank of an ``ep_group`` offloads its own experts, and DDP leaves them
     out. Change experts by ``load_state_dict``. Other writes in place need ``torch.cuda.synchronize()`` first, and those
-    through ``.data`` may not be seen.
+    through ``.data`` may not be seen. ``model.to()``, which trainers call, leaves them where they are.
 
     It takes :class:`titan_fp8moe.nn.modules.Fp8RoutedExperts`, and Transformers' experts stored in FP8 that run as
     ``fp8_flow``. A copy of the model is not offloaded. ``torch.compile`` breaks its graphs at such layers.
@@ -63,9 +64,10 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
         if tensor not in offloaded and tensor.device != device:
             tensor.data = tensor.data.to(device)
     experts = HostExperts([[q.detach().view(FP8) for q in layer] for layer in weights], device)
-    for index, module in enumerate(found):
+    for index, (module, names) in enumerate(found.items()):
         cast(Any, module).fp8_host = HostLayer(experts, index)
         module.register_load_state_dict_pre_hook(_await_copies)
+        module._apply = functools.partial(_apply_to_others, module, names)
     # DDP takes parameters on one kind of device. It would also send rank 0's experts to all ranks.
     names = [
         f"{prefix}.{name}".lstrip(".")
@@ -74,6 +76,16 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
         for name, _ in module.named_parameters(recurse=False)
     ]
     leave_out_of_ddp(model, names)
+
+
+def _apply_to_others(module: nn.Module, names: list[str], *args: Any, **kwargs: Any) -> nn.Module:
+    """``nn.Module._apply``, which serves ``to()`` and casts, without the values that are in host memory."""
+    kept = {name: module._parameters[name] for name in names if vars(module).get("fp8_host") is not None}
+    module._parameters.update(dict.fromkeys(kept))
+    try:
+        return type(module)._apply(module, *args, **kwargs)
+    finally:
+        module._parameters.update(kept)
 
 
 def _await_copies(module: nn.Module, *_: Any) -> None:
