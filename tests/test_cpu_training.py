@@ -154,6 +154,13 @@ def test_memory_is_the_peak_of_the_process():
     assert all(peak <= bytes_ < 1.1 * peak for bytes_ in cpu._cpu_device_module().memory_stats().values())
 
 
+def test_the_tiny_flavor_is_a_small_deepseek_v3():
+    model = make_model(make_config())
+    assert sum(p.numel() for p in model.parameters()) == 5_798_016
+    router = model.layers["1"].moe.router
+    assert (router.score_func, router.route_norm, router.route_scale) == ("sigmoid", True, 2.5)
+
+
 def test_the_missing_grouped_gemm_is_no_news(caplog):
     with caplog.at_level(logging.WARNING):
         model = make_model(make_config())

@@ -25,6 +25,10 @@ MODELS = {  # M, E, D, H
 DTYPES = [torch.bfloat16, torch.float32]
 # A result's dtype changes how a tile is stored, whatever the sizes.
 MODELS_AND_DTYPES = [(model, dtype) for model in MODELS for dtype in DTYPES if dtype is DTYPES[0] or model == "16B"]
+# Those that differ: 16B's have odd numbers of K blocks or narrow tiles, and more experts than a warp has lanes. Other
+# GEMMs of 16B and 671B had the same registers, and fewer instructions or up to 1% more.
+GEMMS = {"smallest": ["forward 1", "forward 2", "dgrad 1"], "16B": ["forward 2", "dgrad 2"], "671B": ["dgrad 1"]}
+WGRADS = {"smallest": ["wgrad 1", "wgrad 2"], "16B": ["wgrad 1", "wgrad 2, 2 experts"], "671B": ["wgrad 1"]}
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have
 
 
@@ -54,7 +58,9 @@ def check(name, function, *args):
 @pytest.mark.parametrize(("model", "dtype"), MODELS_AND_DTYPES)
 def test_grouped_mm(model, kernels, dtype):
     M, E, D, H = MODELS[model]
-    for name, N, K in (("forward 1", 2 * H, D), ("forward 2", D, H), ("dgrad 2", H, D), ("dgrad 1", D, 2 * H)):
+    sizes = {"forward 1": (2 * H, D), "forward 2": (D, H), "dgrad 2": (H, D), "dgrad 1": (D, 2 * H)}
+    for name in GEMMS[model]:
+        N, K = sizes[name]
         a, a_scale = meta(M, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
         b, b_scale = meta(E, N, K, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=E8M0)
         offsets_E = meta(E, dtype=torch.int32)
@@ -64,11 +70,13 @@ def test_grouped_mm(model, kernels, dtype):
 @pytest.mark.parametrize(("model", "dtype"), MODELS_AND_DTYPES)
 def test_wgrad(model, kernels, dtype):
     M, experts, D, H = MODELS[model]
-    for name, E, N, K, parts in (
-        ("wgrad 1", experts, 2 * H, D, 2),
-        ("wgrad 2", experts, D, H, 1),
-        ("wgrad 2, 2 experts", 2, D, H, 1),
-    ):
+    sizes = {
+        "wgrad 1": (experts, 2 * H, D, 2),
+        "wgrad 2": (experts, D, H, 1),
+        "wgrad 2, 2 experts": (2, D, H, 1),
+    }
+    for name in WGRADS[model]:
+        E, N, K, parts = sizes[name]
         a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
         a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
         offsets_E = meta(E, dtype=torch.int32)
@@ -77,10 +85,10 @@ def test_wgrad(model, kernels, dtype):
 
 @pytest.mark.parametrize("N, K, rows, columns, layout, dtype", [
     *((5888, 2944, 5760, 2880, layout, dtype) for layout in ("joined", "transposed") for dtype in DTYPES),
-    (768, 2816, 704, 2816, "joined", DTYPES[0]), (2944, 2816, 2880, 2816, "joined", DTYPES[1]),
+    (2944, 2816, 2880, 2816, "joined", DTYPES[1]),
 ])  # fmt: skip
 def test_wgrad_of_padded_weights(kernels, N, K, rows, columns, layout, dtype):
-    """gpt-oss and Gemma 4, one of whose two matrices a launch fills."""
+    """gpt-oss, and Gemma 4, one of whose two matrices a launch fills."""
     M, offsets_E = 8192, meta(8, dtype=torch.int32)
     a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
     a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))

@@ -57,6 +57,8 @@ TESTS = {
     "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],
     "torchtitan/checkpoint": [*ADAPTER, "test_export_fp8.py", "distributed/test_layouts.py"],
     "torchtitan/toml_file": ["test_train_configs.py", "test_settings.py"],
+    "torchtitan/flavors": ["test_cpu_training.py"],
+    "torchtitan/parallel": [*ADAPTER, "test_patches.py", "test_modules.py", "test_overlap.py"],
     "torchtitan/compiling": ["test_compiling.py", "test_modules.py", "test_overlap.py", "distributed/test_auto.py"],
     "torchtitan/": [*ADAPTER, "test_settings.py", "test_modules.py", "test_compiling.py", "test_overlap.py"],
     "layer/statistics": ["test_statistics.py"],

@@ -5,7 +5,7 @@ RuntimeError when it is installed, and changes nothing. Installed again it does 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -127,11 +127,11 @@ def raise_recompile_limit() -> None:
 
 
 @contextmanager
-def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restores these modules' buffers at the end, the routers' token counts among them, and their NaN flags."""
     parts: list[Any] = [part for module in modules for part in module.modules()]
     flags = [part.nan_flags for part in parts if getattr(part, "nan_flags", None) is not None]
-    buffers = [buffer for part in parts for buffer in part.buffers(recurse=False)]
+    buffers = [buffer for module in modules for buffer in module.buffers()]
     # Of a DTensor its local part: nothing here may communicate, since stages have different buffers.
     buffers = [buffer._local_tensor if isinstance(buffer, DTensor) else buffer for buffer in buffers]
     saved = [(tensor, None, tensor.clone()) for tensor in flags]  # kernels move no version
