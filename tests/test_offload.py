@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.layer import assert_equal
+from tests.patched import undone
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, offload_experts
 from titan_fp8moe.layer import host
 from titan_fp8moe.nn import offload
@@ -491,6 +492,7 @@ def test_moved_models(offloaded):
         here(*make_inputs())
 
 
+@undone()  # the experiment undoes changes
 def test_transformers(offloaded, tmp_path: Path):
     """Loss and gradients beside PEFT's adapters, checkpointed; tokens that it writes; what it saves."""
     pytest.importorskip("peft", "0.21")

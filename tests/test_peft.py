@@ -18,6 +18,7 @@ from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
 from experiments.lora_qwen3_30b import run as experiment  # noqa: E402
 from experiments.reference import relative_error  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
+from tests.patched import undone  # noqa: E402
 from tests.processes import run_checks  # noqa: E402
 from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
@@ -29,7 +30,9 @@ BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 @pytest.fixture(autouse=True)
 def registered():
-    adapter.register()
+    with undone():  # the experiment undoes changes
+        adapter.register()
+        yield
 
 
 def lora_config(parameters: list[str] = BOTH, **options: Any) -> Any:
