@@ -29,7 +29,7 @@ def enable_cpu_training() -> None:
     patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     if not has_fast_bf16():
         patches.put(moe.GroupedExperts, "_grouped_mm", _grouped_mm, checked_on=_CHECKED_ON)
-        patches.wrap(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)
+    patches.wrap(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
     patches.put(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor", checked_on=_CHECKED_ON)
 
