@@ -392,9 +392,14 @@ def test_two_threads(monkeypatch: pytest.MonkeyPatch):
         assert_equal(got, step(there, given))
 
 
-def test_again_after_adapters(offloaded):
+def test_again_after_adapters(offloaded, capsys: pytest.CaptureFixture[str]):
+    """Of a model that ``device_map`` has placed on one device. Each call says how far it is, on one line."""
     there, other = Layers(), Layers()
+    other.hf_device_map = {"": "cpu"}
     here, _ = offloaded(other)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.endswith(": 5 of 5 layers, 0.0 GiB in host memory\n")
+    assert "\roffload_experts: 1 of 5 layers" in said
     for model in (there, here):
         torch.manual_seed(0)
         for experts in model.layers:
@@ -483,6 +488,9 @@ def test_moved_models(offloaded):
     here, _ = offloaded(Layers(lora=True))
     first = here.layers[0]
     names = [name for name, _ in first.named_parameters()]
+    seen: list[Tensor] = []
+    here._apply(lambda t: seen.append(t) or t)
+    assert {name for name, p in first.named_parameters() if not any(p is t for t in seen)} == {"w13", "w2"}
     assert {name: p.is_meta for name, p in here.to("meta").layers[0].named_parameters()} == {
         name: name not in ("w13", "w2") for name in names
     }

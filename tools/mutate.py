@@ -42,6 +42,8 @@ TESTS = {
     "kernels/transpose": ["kernels/test_transpose.py"],
     "kernels/warm_up": ["test_warm_up.py"],
     "layer/on_meta": ["test_warm_up.py"],
+    "layer/host": ["test_offload.py"],
+    "nn/offload": ["test_offload.py"],
     "warm_up": ["test_warm_up.py"],
     "kernels/": ["test_kernels_compile.py"],
     "dispatch/auto": ["test_auto.py", "distributed/test_auto.py"],
