@@ -205,6 +205,11 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], tuple[An
     return make
 
 
+def twins(offloaded, *args: Any, **kwargs: Any) -> tuple[Any, Any, LateCopies]:
+    """Equal models with their experts on the device and in host memory, and the second's device."""
+    return Layers(*args, **kwargs), *offloaded(Layers(*args, **kwargs))
+
+
 FORWARD = "c0 c1 u0 c2 u1 c3 u2 c4 u3 u4"
 AGAIN = "u0 c2 u1 c3 u2 c4 u3 u4"  # the first two are still there
 BACKWARD = "u4 c2 u3 c1 u2 c0 u1 u0"
@@ -214,8 +219,7 @@ BACKWARD = "u4 c2 u3 c1 u2 c0 u1 u0"
 @pytest.mark.parametrize(("recompute", "lora"), [("none", True), ("activation", False), ("experts", True)])
 def test_bits_and_order(offloaded, recompute: str, lora: bool, checkpointed: bool):
     """Each layer's copy is issued before the layer ahead of it runs, in both directions, into two buffers."""
-    there, other = Layers(recompute, lora), Layers(recompute, lora)
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded, recompute, lora)
     there.checkpointed = here.checkpointed = checkpointed
     twice = 2 if checkpointed else 1
     for forward in (FORWARD, AGAIN, AGAIN):
@@ -233,8 +237,7 @@ def test_bits_and_order(offloaded, recompute: str, lora: bool, checkpointed: boo
 @pytest.mark.parametrize("order", [[0, 1, 1, 2, 0], [4, 2, 0, 3, 1], [3], [0, 0, 4, 4]])
 def test_other_orders(offloaded, order: list[int]):
     """A layer used twice, and orders that no guess meets."""
-    there, other = Layers("none", lora=True), Layers("none", lora=True)
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded, "none", lora=True)
     there.order = here.order = order
     for checkpointed in (False, True):
         there.checkpointed = here.checkpointed = checkpointed
@@ -247,8 +250,7 @@ def test_other_orders(offloaded, order: list[int]):
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_layers(offloaded, count: int):
     """They stay on the device."""
-    there, other = Layers(hidden=HIDDEN[:count]), Layers(hidden=HIDDEN[:count])
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded, hidden=HIDDEN[:count])
     with device:
         for _ in range(2):
             inputs = make_inputs()
@@ -258,8 +260,7 @@ def test_few_layers(offloaded, count: int):
 
 def test_evaluation(offloaded):
     """One copy of a pass is late: its first."""
-    there, other = Layers(), Layers()
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded)
     with torch.no_grad(), device:
         for forward in (FORWARD, FORWARD.replace("c0 c1", "c0 c1"), FORWARD):
             inputs, device.log = make_inputs(), []
@@ -351,8 +352,7 @@ def test_changed_between_forward_and_backward(offloaded):
 
 def test_interrupted_copy(offloaded):
     """Ctrl-C in a notebook, and the same cell again."""
-    there, other = Layers(), Layers()
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded)
     inputs = make_inputs()
     want = step(there, inputs)
     with device:
@@ -425,8 +425,7 @@ def test_copies_are_not_offloaded(offloaded, tmp_path: Path):
 
 def test_expert_parallel(offloaded, group):
     """Each rank offloads its own experts. Its tokens travel between two autograd functions."""
-    there, other = Layers(ep_group=group), Layers(ep_group=group)
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded, ep_group=group)
     inputs = make_inputs()
     want = step(there, inputs)
     with device:
@@ -434,8 +433,7 @@ def test_expert_parallel(offloaded, group):
 
 
 def test_compiled_code_breaks_its_graph(offloaded):
-    there, other = Layers(), Layers()
-    here, device = offloaded(other)
+    there, here, device = twins(offloaded)
     inputs = make_inputs()
     want = step(there, inputs)
     with device:

@@ -175,7 +175,7 @@ def records_of(run: Run, found: list[dict], steps: str) -> list[dict]:
     shape = f"{flavor}, {run.meta['parameters']:,} parameters, {run.meta['tokens_per_step']:,} tokens a step, {steps}"
     made = run.meta["environment"]
     if made["hardware"].startswith("1 x "):
-        made |= {"command": "bash experiments/convergence/pairs.sh start"}
+        made = made | {"command": "bash experiments/convergence/pairs.sh start"}
     return [made | {"shape": f"{shape}{run.meta['steps']} steps", "speedup": None} | fields for fields in found]
 
 

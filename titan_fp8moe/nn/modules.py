@@ -326,8 +326,8 @@ class Fp8RoutedExperts(_RunsLayer):
 
     def for_layer(self) -> Experts:
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
-        options: Any = dict(frozen=True, lora=self.lora(), host=self.fp8_host)
-        return Experts(weights, self.config, self.ep_group, self.expert, **options)
+        lora, host = self.lora(), self.fp8_host
+        return Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=lora, host=host)
 
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape
