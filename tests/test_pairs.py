@@ -15,7 +15,7 @@ from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from experiments import tables
+from experiments import check, tables
 from experiments.convergence import compare, noise
 from experiments.convergence.data import OnePass
 
@@ -141,16 +141,17 @@ def test_effect_is_a_paired_t_interval(tmp_path):
     assert len(runs["fp8-s5"].steps) == 7
     pairs = compare.pairs_of(runs)
     assert [pair.seed for pair in pairs] == [1, 2, 3, 4]
-    effect = compare.effects(pairs)["training loss, last quarter"]
+    each = compare.deviations(pairs)
+    effect = compare.Effect.of(each["training loss, last quarter"])
     deviation = np.std([0.001, 0.002, 0.003, 0.006], ddof=1)
     assert effect.mean == pytest.approx(0.003)
     assert effect.half_width == pytest.approx(3.1824 * deviation / 2, rel=1e-4)  # t of 3 degrees of freedom, 97.5%
-    assert compare.effects(pairs)["held-out loss"] == pytest.approx(effect)
+    assert compare.Effect.of(each["held-out loss"]) == pytest.approx(effect)
     # (1.9921 * 0.00216 / 0.0005)^2 = 74.1
     assert effect.needed(0.0005) == 75
     saved = tmp_path / "saved.json"
     saved.write_text(json.dumps(runs))
-    assert compare.effects(compare.pairs_of(compare.read_runs(saved))) == compare.effects(pairs)
+    assert compare.deviations(compare.pairs_of(compare.read_runs(saved))) == each
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,14 @@ def test_records_give_tables_and_a_picture(tmp_path):
     assert "| all | 50.0% | 100% | 173% | 3 | 10.0% | ∞ |" in tables.gradient_noise(found)
     alone = tables.Records(json.loads(json.dumps(compare.pair_records(pairs[:1]), allow_nan=False)))
     assert "| tiny | held-out loss | 2.0000 | +0.10% | 1 |\n" in tables.pairs(alone)
+    # Pairs of another text count as of the same sample: 0.1, 0.3 and 0.5%, t of 2 degrees of freedom 4.303.
+    other = compare.pair_records(pairs[:1])[0] | {"date": "e", "commit": "b", "reference_value": 5.0, "each": [0.005]}
+    del other["points"]
+    both = compare.pair_records(pairs, [other, other | {"date": "f", "shape": "another model"}])
+    of_both = tables.pairs(tables.Records(both))
+    assert "| tiny | training loss, last quarter | 3.0000 | **+0.30% ± 0.50%** | 3 | 0.20% |" in of_both
+    assert check.commits_of(both[0]) == {"b", "c"}
+    assert compare.pair_records(pairs, both) == both
     compare.draw(pairs, tmp_path / "pairs.png")
     assert (tmp_path / "pairs.png").stat().st_size > 1000
 

@@ -3,6 +3,7 @@
     python -m experiments.convergence.compare RUNS               # prints how far runs are, and tables
     python -m experiments.convergence.compare RUNS --save FILE   # also writes the logs to one file, a RUNS too
     python -m experiments.convergence.compare RUNS --out DIR     # also adds to DIR/results.json, draws DIR/FLAVOR.png
+    python -m experiments.convergence.compare RUNS --earlier FILE ...   # a results.json: with pairs of other texts
 
 RUNS are folders of the logs that pair.py writes, or files of --save, with different seeds. A pair counts when both runs
 have ended. They must have had the same weights and tokens. No token was seen twice, so the training loss of the last
@@ -11,6 +12,7 @@ quarter is that of new text.
 
 import json
 import math
+from collections.abc import Iterable
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -128,11 +130,9 @@ class Effect(NamedTuple):
         return next(n for n in count(2) if student_t(n - 1) * self.deviation <= half_width * n**0.5)
 
 
-def effects(pairs: list[Pair]) -> dict[str, Effect]:
-    return {
-        name: Effect.of([figure(pair.fp8) / figure(pair.bf16) - 1 for pair in pairs])
-        for name, figure in FIGURES.items()
-    }
+def deviations(pairs: list[Pair]) -> dict[str, list[float]]:
+    """FP8's deviation from bf16 in each pair, for each figure."""
+    return {name: [of(pair.fp8) / of(pair.bf16) - 1 for pair in pairs] for name, of in FIGURES.items()}
 
 
 def format_progress(runs: dict[str, Run]) -> str:
@@ -147,8 +147,9 @@ def format_progress(runs: dict[str, Run]) -> str:
 
 
 def format_pairs(pairs: list[Pair]) -> str:
-    rows = [[f"{figure(pair.fp8) / figure(pair.bf16) - 1:+.2%}" for figure in FIGURES.values()] for pair in pairs]
-    return markdown(["seed", *FIGURES], [[str(pair.seed), *row] for pair, row in zip(pairs, rows, strict=True)])
+    each = zip(*deviations(pairs).values(), strict=True)
+    rows = [[str(pair.seed), *map("{:+.2%}".format, row)] for pair, row in zip(pairs, each, strict=True)]
+    return markdown(["seed", *FIGURES], rows)
 
 
 class Shares(NamedTuple):
@@ -179,17 +180,32 @@ def records_of(run: Run, found: list[dict], steps: str) -> list[dict]:
     return [made | {"shape": f"{shape}{run.meta['steps']} steps", "speedup": None} | fields for fields in found]
 
 
-def pair_records(pairs: list[Pair]) -> list[dict]:
+def points_of(r: dict) -> dict[str, dict]:
+    """The samples of a record, each of one text."""
+    if "points" in r:
+        return r["points"]
+    return {f"{r['date']} {r['commit']}": {key: r[key] for key in ("commit", "reference_value", "each")}}
+
+
+def pair_records(pairs: list[Pair], earlier: Iterable[dict] = ()) -> list[dict]:
+    """Records of the pairs, and of those of ``earlier`` records of the model and its steps, as of one sample."""
     if not pairs:
         return []
+    (blank,) = records_of(pairs[0].fp8, [{}], "")
     found = []
-    for name, effect in effects(pairs).items():
-        each = [FIGURES[name](pair.fp8) / FIGURES[name](pair.bf16) - 1 for pair in pairs]
+    for name, each in deviations(pairs).items():
+        points = {}
+        for r in earlier:
+            if r["name"] == f"pairs: {name}" and r["shape"] == blank["shape"]:
+                points |= points_of(r)
         bf16 = fmean(FIGURES[name](pair.bf16) for pair in pairs)
+        points |= points_of(blank | {"reference_value": bf16, "each": each})
+        effect = Effect.of([deviation for point in points.values() for deviation in point["each"]])
+        bf16 = fmean(point["reference_value"] for point in points.values() for _ in point["each"])
         found.append(
             {"name": f"pairs: {name}", "unit": "of bf16's", "value": effect.mean, "half_width": effect.half_width}
             | {"reference": "bf16", "reference_value": bf16, "deviation": effect.deviation, "pairs": effect.pairs}
-            | {"pairs_for": [WANTED, effect.needed()], "each": each}
+            | {"pairs_for": [WANTED, effect.needed()], "points": points}
         )
     ours, bf16 = (fmean(getattr(pair, recipe).speed() for pair in pairs) for recipe in ("fp8", "bf16"))
     speed = {"name": "pairs_speed", "unit": "tokens/s/GPU", "value": ours, "reference": "bf16_fused"}
@@ -246,12 +262,14 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of the runs' logs, or files of --save")
     parser.add_argument("--save", type=Path, help="file to write the logs to")
     parser.add_argument("--out", type=Path, help="folder of results.json and the picture")
+    parser.add_argument("--earlier", type=Path, nargs="+", default=[], help="results.json with pairs of other texts")
     args = parser.parse_args()
     runs = {name: run for path in args.runs for name, run in read_runs(path).items()}
     if args.save:
         write_text(args.save, json.dumps(runs))
     pairs = pairs_of(runs)
-    found = pair_records(pairs) + [record for run in runs.values() for record in noise_records(run)]
+    earlier = [record for path in args.earlier for record in json.loads(path.read_text())]
+    found = pair_records(pairs, earlier) + [record for run in runs.values() for record in noise_records(run)]
     print(format_progress(runs), format_pairs(pairs), tables.pairs(Records(found)), sep="\n\n", end="\n\n")
     print(tables.gradient_noise(Records(found)))
     if args.out:
