@@ -28,8 +28,8 @@ from torchtitan.protocols.model_converter import ModelConverter, register_model_
 
 from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.throughput.fused_bf16 import FusedMoE
-from experiments.throughput.gate import wait_for_turn
 from experiments.throughput.routing import BalancedRandomRouter
+from experiments.throughput.train import wait_for_turn
 from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 from titan_fp8moe.torchtitan.converter import loaded_trainers

@@ -23,7 +23,7 @@ from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.qwen3 import config_registry as qwen3
 from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 
-from experiments.throughput.gate import wait_for_turn
+from experiments.throughput.train import wait_for_turn
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.trainer.experts import Placement
