@@ -395,10 +395,6 @@ def checkpointing(records: Records) -> str:
     return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
 
 
-def of_defaults(r: Record) -> str:
-    return f"{r['speedup']:.3f}x"
-
-
 def variants(records: Records) -> str:
     """Our settings and the paper's ablations against the defaults."""
     rows = []
@@ -414,7 +410,7 @@ def variants(records: Records) -> str:
             del records.used[used:]
         else:
             cells = joined(number(speed["value"]), ours(records.of(f"{name} memory", shape)))
-            rows.append([f"`{name.split()[1]}`", setting(shape), cells, of_defaults(speed)])
+            rows.append([f"`{name.split()[1]}`", setting(shape), cells, f"{speed['speedup']:.3f}x"])
     return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)
 
 
@@ -491,7 +487,7 @@ def layer_ablations(records: Records) -> str:
     for variant in ("requantize", "unfused permute", "with bf16 shared experts"):
         for shape in records.shapes(f"moe_layer {variant}", "fp8"):
             found = records.of(f"moe_layer {variant}", shape)["fp8"]
-            rows.append([variant, layer(shape), number(found["value"]), of_defaults(found)])
+            rows.append([variant, layer(shape), number(found["value"]), f"{found['speedup']:.3f}x"])
     return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
 
 

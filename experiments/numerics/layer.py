@@ -10,13 +10,14 @@ alone when token scales of its two operands are anti-correlated, by transpose mo
 (3) the layer of (1) with each activation.
 """
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
 from experiments.records import require_commit, script_parser, write_records
-from experiments.reference import make_layer, moe_layer, relative_error
+from experiments.reference import LayerInputs, make_layer, moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -75,11 +76,25 @@ def errors(results: list[torch.Tensor], reference: list[torch.Tensor]) -> list[f
     return [relative_error(a, b) for a, b in zip(results, reference, strict=True)]
 
 
-def layer_table(device: str, size: dict) -> dict[str, list[float]]:
+def flow(topk_ids: torch.Tensor, activation: str = "swiglu", **settings: str) -> Callable[..., torch.Tensor]:
+    config = Fp8FlowMoEConfig(**settings)
+
+    def layer(x, s, w1, w2, w3=None):
+        x = x.to(torch.bfloat16)
+        return routed_experts(x, w1, w2, w3, topk_ids, s, config=config, activation=activation)
+
+    return layer
+
+
+def draw(device: str, size: dict, std: float) -> tuple[LayerInputs, torch.Tensor]:
+    """A layer's inputs and the gradient of its output."""
     torch.manual_seed(0)
-    tokens, dim, hidden, experts, top_k = size.values()
-    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.02)
-    dout = torch.randn(tokens, dim, device=device)
+    inputs = make_layer(*size.values(), device=device, std=std)
+    return inputs, torch.randn_like(inputs.x_TD)
+
+
+def layer_table(device: str, size: dict) -> dict[str, list[float]]:
+    (x, scores, topk_ids, weights), dout = draw(device, size, std=0.02)
     inputs = [x, scores, *weights]
 
     def plain(dtype):
@@ -88,38 +103,27 @@ def layer_table(device: str, size: dict) -> dict[str, list[float]]:
 
         return layer
 
-    def flow(**settings):
-        config = Fp8FlowMoEConfig(**settings)
-
-        def layer(x, s, w1, w2, w3):
-            return routed_experts(x.to(torch.bfloat16), w1, w2, w3, topk_ids, s, config=config)
-
-        return layer
-
     reference = gradients(plain(torch.float32), inputs, dout)
     layers = {
         "bf16": plain(torch.bfloat16),
         "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
-        "FP8-Flow balanced": flow(),
-        "FP8-Flow balanced, h in fp8": flow(save_h="fp8"),
-        "FP8-Flow scaling_aware": flow(wgrad="scaling_aware"),
-        "FP8-Flow bf16 wgrad": flow(wgrad="bf16"),
+        "FP8-Flow balanced": flow(topk_ids),
+        "FP8-Flow balanced, h in fp8": flow(topk_ids, save_h="fp8"),
+        "FP8-Flow scaling_aware": flow(topk_ids, wgrad="scaling_aware"),
+        "FP8-Flow bf16 wgrad": flow(topk_ids, wgrad="bf16"),
     }
 
     table = {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
     with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
-        table["FP8-Flow requantize"] = errors(gradients(flow(), inputs, dout), reference)
+        table["FP8-Flow requantize"] = errors(gradients(flow(topk_ids), inputs, dout), reference)
     assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
     return table
 
 
 def activation_table(device: str, size: dict) -> dict[str, list[float]]:
     """Each activation's errors, with its default parameters."""
-    torch.manual_seed(0)
-    tokens, dim, hidden, experts, top_k = size.values()
-    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.05)
-    dout, table = torch.randn(tokens, dim, device=device), {}
-    chosen = torch.nn.functional.one_hot(topk_ids, experts).float()
+    (x, scores, topk_ids, weights), dout = draw(device, size, std=0.05)
+    table, chosen = {}, torch.nn.functional.one_hot(topk_ids, size["experts"]).float()
     for name, entry in ACTIVATIONS.items():
 
         def exact(x, s, w1, w2, w3=None):
@@ -130,14 +134,8 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
         inputs = [x, scores, *weights[: 3 if entry.gated else 2]]
         reference = gradients(exact, inputs, dout)
         for save_h in ("bf16", "fp8"):
-            config = Fp8FlowMoEConfig(save_h=save_h)
-
-            def flow(x, s, *w):
-                w3 = w[2] if len(w) == 3 else None
-                x = x.to(torch.bfloat16)
-                return routed_experts(x, w[0], w[1], w3, topk_ids, s, config=config, activation=name)  # noqa: B023
-
-            table[f"{name}, h in {save_h}"] = errors(gradients(flow, inputs, dout), reference)
+            ours = gradients(flow(topk_ids, name, save_h=save_h), inputs, dout)
+            table[f"{name}, h in {save_h}"] = errors(ours, reference)
     return table
 
 
