@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
-from experiments.records import require_commit, script_parser, write_records
+from experiments.records import record, require_commit, script_parser, write_records
 from experiments.reference import LayerInputs, make_layer, moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
@@ -24,6 +24,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
+WGRAD_UNIT = "relative error, largest of 8 seeds"
 
 
 class QuantizedMatmul(torch.autograd.Function):
@@ -174,11 +175,10 @@ def show(title: str, rows: dict[str, list[float]]) -> None:
 
 def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference: str) -> list[dict]:
     return [
-        dict(name=f"{kind} {tensor}: {name}", shape=shape, value=error, unit="relative error", reference=reference,
-             reference_value=of_reference, speedup=None)
+        record(f"{kind} {tensor}: {name}", shape, "relative error", error, reference, of_reference)
         for name, errors in rows.items()
         for tensor, error, of_reference in zip(TENSORS, errors, rows[reference], strict=False)
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -209,11 +209,9 @@ def of_recipes(device: str, shape: str, size: dict) -> list[dict]:
         print(f"\nrelative error of dW, anti-correlated token scales, {binades} binades, 8 seeds: smallest, largest")
         for name, errors in table.items():
             print(f"{name:32}{min(errors):10.4f}{max(errors):10.4f}")
-            records.append(
-                dict(name=f"wgrad_error {name}", shape=f"1024 x 512 x 512, {binades} binades", value=max(errors),
-                     smallest=min(errors), unit="relative error, largest of 8 seeds", reference="exact row-wise values",
-                     reference_value=max(table["exact row-wise values"]), speedup=None)
-            )  # fmt: skip
+            shape, exact = f"1024 x 512 x 512, {binades} binades", "exact row-wise values"
+            found = record(f"wgrad_error {name}", shape, WGRAD_UNIT, max(errors), exact, max(table[exact]))
+            records.append(found | {"smallest": min(errors)})
     return records
 
 
