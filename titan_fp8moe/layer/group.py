@@ -275,15 +275,10 @@ def linear(
     Args:
         x: (..., K) bf16 or fp32.
         w: (N, K) bf16 or fp32, N and K multiples of 128.
-        cache: of the weight.
-        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; only x and dy are noted.
-        frozen: whether the weight is not trained.
+        cache, nan_flags, frozen: as of :func:`feed_forward`, whose errors this raises too. Only x and dy are noted.
 
     Returns:
         (..., N) in the dtype of ``x``, or in autocast's.
-
-    Raises:
-        ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     N, K = w.shape
     if N % BLOCK or K % BLOCK:
