@@ -41,14 +41,11 @@ def environment() -> dict[str, object]:
         versions[package] = installed(package)
     spec = sys.modules["__main__"].__spec__  # None for a script that is run by its path
     module = ["-m", spec.name] if spec else []
+    arguments = (os.path.basename(a) if os.path.isabs(a) else a for a in sys.argv[1 if module else 0 :])
     return {
         "hardware": hardware,
         "versions": versions,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *module, *map(_name, sys.argv[1 if module else 0 :])]),
+        "command": shlex.join(["python", *module, *arguments]),
     }
-
-
-def _name(argument: str) -> str:
-    return os.path.basename(argument) if os.path.isabs(argument) else argument

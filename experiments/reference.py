@@ -9,19 +9,12 @@ from torch import Tensor, nn
 
 
 class LayerInputs(NamedTuple):
-    """Random inputs of an MoE layer.
-
-    Attributes:
-        x_TD: (T, D) tokens.
-        topk_scores_TK: (T, K) fp32 in [0, 1).
-        topk_ids_TK: (T, K) int64, K different experts for each token.
-        weights: w1 (E, H, D), w2 (E, D, H) and w3 (E, H, D), fp32.
-    """
+    """Random inputs of an MoE layer."""
 
     x_TD: Tensor
-    topk_scores_TK: Tensor
-    topk_ids_TK: Tensor
-    weights: list[Tensor]
+    topk_scores_TK: Tensor  # fp32 in [0, 1)
+    topk_ids_TK: Tensor  # int64, K different experts for each token
+    weights: list[Tensor]  # w1 (E, H, D), w2 (E, D, H) and w3 (E, H, D), fp32
 
 
 def make_layer(

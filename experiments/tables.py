@@ -240,15 +240,15 @@ def sonicmoe(records: Records) -> str:
     return markdown([_MS, "SonicMoE, bf16", _OURS, _QUANTIZED], rows)
 
 
-def twice(text: Callable[..., str], key: str) -> Callable[..., str]:
-    """``text`` of records, then of the other time that they have under ``key`` and ``reference_{key}``."""
+def with_gpu_busy(text: Callable[..., str]) -> Callable[..., str]:
+    """``text`` of records, then of the time in which the GPU was busy."""
 
     def both(found: Found, *args: str) -> str:
-        other = {}
+        busy = {}
         for reference, r in found.items():
-            mine, theirs = r[key], r[f"reference_{key}"]
-            other[reference] = r | dict(value=mine, reference_value=theirs, speedup=theirs / mine)
-        return " / ".join(filter(None, (text(each, *args) for each in (found, other))))
+            mine, theirs = r["gpu_busy"], r["reference_gpu_busy"]
+            busy[reference] = r | dict(value=mine, reference_value=theirs, speedup=theirs / mine)
+        return " / ".join(filter(None, (text(each, *args) for each in (found, busy))))
 
     return both
 
@@ -257,8 +257,8 @@ def transformer_engine(records: Records) -> str:
     """The routed part of a layer against three ways of TransformerEngine's FP8: wall time, and that of kernels."""
     peers, rows = [f"TransformerEngine{way}" for way in ("", ", native", ", one weight")], []
     for name, base, show in by_state(records, "routed_experts_te.*"):
-        cells = [show(twice(cell, "gpu_busy"), peer) for peer in peers]
-        rows.append([joined(layer(base), name.partition(", ")[2]), *cells, show(twice(ours, "gpu_busy"), *peers)])
+        cells = [show(with_gpu_busy(cell), peer) for peer in peers]
+        rows.append([joined(layer(base), name.partition(", ")[2]), *cells, show(with_gpu_busy(ours), *peers)])
     return markdown([f"{_MS}, {BACK_TO_BACK} / GPU busy", *peers, _OURS], rows)
 
 
@@ -304,9 +304,20 @@ def gemms(records: Records) -> str:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def setting(shape: str) -> str:
-    short = shape.replace(", 1 GPU", "").replace(", random routing", "")
-    return short.replace("activation_checkpoint.mode=full", "full checkpointing")
+SHORT = {
+    ", 1 GPU": "",
+    ", random routing": "",
+    "activation_checkpoint.mode=full": "full checkpointing",
+    "parallelism.expert_parallel_degree=1": "FSDP 2",  # not EP 2
+    "parallelism.tensor_parallel_degree=2": "TP 2 with EP 2",
+}
+
+
+def setting(shape: str, *left_out: str) -> str:
+    """A shape as tables show it, without what all rows of a table share."""
+    for text, title in (SHORT | dict.fromkeys(left_out, "")).items():
+        shape = shape.replace(text, title)
+    return shape
 
 
 OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.mode=full")
@@ -339,8 +350,6 @@ TITAN03 = {
     "bf16_strongest": "bf16, both, grouped GEMMs kept",
     "torchao": "torchao FP8 experts",
 }
-LAYOUTS = {"expert_parallel_degree=1": "FSDP 2", "tensor_parallel_degree=2": "TP 2 with EP 2"}
-"""Titles of layouts on two GPUs, by the setting that differs from EP 2."""
 
 
 def titan03(records: Records) -> str:
@@ -350,10 +359,7 @@ def titan03(records: Records) -> str:
         same = [r for r in records.all if (r["name"], r["shape"]) == (name, shape)]
         for gpu, commit in dict.fromkeys((card(r), r["commit"]) for r in same):
             found = records.pair(name, shape, hardware=gpu, commit=commit)
-            short = shape.replace(", flex", "").replace(", forced routing", "").replace(", 1 GPU", "")
-            for setting, layout in LAYOUTS.items():
-                short = short.replace(f"parallelism.{setting}", layout)
-            title = joined(short, *name.split()[1:])
+            title = joined(setting(shape, ", flex", ", forced routing"), *name.split()[1:])
             cells = [cell(found.speed, peer) for peer in TITAN03]
             rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
@@ -365,7 +371,7 @@ def first_steps(records: Records) -> str:
     rows = []
     for name, shape in records.named("train_.* first step"):
         step, launch = (records.of(name.replace("first step", what), shape) for what in ("first step", "from launch"))
-        title = setting(shape).replace(", forced routing", "") + ", torchtitan 0.3" * ("titan03" in name)
+        title = setting(shape, ", forced routing") + ", torchtitan 0.3" * ("titan03" in name)
         bf16 = [cell(found, "bf16") for found in (step, launch)]
         rows.append([title, *bf16, ours(step), ours(launch), spread(step)])
     columns = [f"{who}{what}" for who in ("bf16", "titan_fp8moe") for what in ("", ", from the launch")]
@@ -411,10 +417,6 @@ def checkpointing(records: Records) -> str:
     return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
 
 
-def of_defaults(r: Record) -> str:
-    return f"{r['speedup']:.3f}x"
-
-
 def variants(records: Records) -> str:
     """Our settings and the paper's ablations against the defaults."""
     rows = []
@@ -430,7 +432,7 @@ def variants(records: Records) -> str:
             del records.used[used:]
         else:
             cells = joined(number(speed["value"]), ours(records.of(f"{name} memory", shape)))
-            rows.append([f"`{name.split()[1]}`", setting(shape), cells, of_defaults(speed)])
+            rows.append([f"`{name.split()[1]}`", setting(shape), cells, f"{speed['speedup']:.3f}x"])
     return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)
 
 
@@ -507,7 +509,7 @@ def layer_ablations(records: Records) -> str:
     for variant in ("requantize", "unfused permute", "with bf16 shared experts"):
         for shape in records.shapes(f"moe_layer {variant}", "fp8"):
             found = records.of(f"moe_layer {variant}", shape)["fp8"]
-            rows.append([variant, layer(shape), number(found["value"]), of_defaults(found)])
+            rows.append([variant, layer(shape), number(found["value"]), f"{found['speedup']:.3f}x"])
     return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
 
 

@@ -126,6 +126,13 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def medians_in_turn(
+    ms: Callable[..., float], runs: dict[str, Callable[[], object]], rounds: int, draw: Any = random, **options: float
+) -> dict[str, float]:
+    """The median of ``ms(run, **options)`` for each run, see :func:`in_turn`."""
+    return medians(in_turn({name: functools.partial(ms, run, **options) for name, run in runs.items()}, rounds, draw))
+
+
 def median_ms(candidates: dict[str, Callable[[], object]], busy_sms: bool = False) -> dict[str, dict[str, float]]:
     """Median milliseconds by state of the GPU and candidate.
 
@@ -148,13 +155,13 @@ def median_ms(candidates: dict[str, Callable[[], object]], busy_sms: bool = Fals
             print(f"{name}: {str(error)[:150]}", file=sys.stderr)
     if not CUDA:
         return {BACK_TO_BACK: {name: elapsed_ms(run) for name, run in runs.items()}}
-
-    def timed(ms: Callable[..., float], **options: float) -> dict[str, float]:
-        return medians(in_turn({name: functools.partial(ms, run, **options) for name, run in runs.items()}, ROUNDS))
-
-    states = {BACK_TO_BACK: timed(back_to_back_ms), AFTER_IDLING: timed(after_idling_ms)}
+    states = {
+        BACK_TO_BACK: medians_in_turn(back_to_back_ms, runs, ROUNDS),
+        AFTER_IDLING: medians_in_turn(after_idling_ms, runs, ROUNDS),
+    }
     if busy_sms:
-        states[WITH_BUSY_SMS] = timed(with_busy_sms_ms, busy_ms=4 * max(states[AFTER_IDLING].values()))
+        busy_ms = 4 * max(states[AFTER_IDLING].values())
+        states[WITH_BUSY_SMS] = medians_in_turn(with_busy_sms_ms, runs, ROUNDS, busy_ms=busy_ms)
     return states
 
 

@@ -129,10 +129,10 @@ def cases():
     yield "refresh_weight", ([gate, up], *kept, copies.steps, False, seen)
     yield "refresh_copies", ([gate, up], copies.pack(True), [seen], gate)
     yield "after", (torch.randn(2, 3).t(), [seen])
-    yield "linear", (torch.randn(T, D), [shared[0]], BF16)
+    yield "linear", (torch.randn(T, D), [shared[0], None, None], BF16)
     copies = WeightCache().buffers([[shared[0]]])
     ops.refresh_weight([shared[0]], *copies.operands[0], None, False, None)
-    yield "linear", (torch.randn(T, D), [shared[0], *copies.pack(True)], FP32)
+    yield "linear", (torch.randn(T, D), [shared[0], None, None, *copies.pack(True)], FP32)
 
 
 def symmetric_cases(group_name: str):

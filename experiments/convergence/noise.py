@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchtitan.models.moe import FeedForward, MoE
+from torchtitan.models.moe import FeedForward
 
-from experiments.throughput.fused_bf16 import FusedMoE
+from experiments.throughput.fused_bf16 import FusedMoE, moes
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 
@@ -116,10 +116,6 @@ def to_fp8(model: nn.Module) -> None:
 def to_fp32(model: nn.Module) -> None:
     for moe in moes(model):
         moe.experts.use_grouped_mm = False  # which computes in bf16
-
-
-def moes(model: nn.Module) -> list[MoE]:
-    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def twin(trained: nn.Module, build: Callable[[], nn.Module], convert: Callable[[nn.Module], None]) -> nn.Module:

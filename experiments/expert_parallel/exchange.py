@@ -5,7 +5,6 @@
 It takes two GPUs or more of a node, a process on each, and less than nine minutes.
 """
 
-import functools
 import os
 import random
 import subprocess
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.records import begin, record, script_parser, write_records
-from experiments.timing import elapsed_ms, in_turn, medians
+from experiments.timing import elapsed_ms, medians_in_turn
 from titan_fp8moe import Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, capacities
@@ -94,8 +93,7 @@ def slowest_ms(run: Callable[[], object]) -> float:
 
 def phases_in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median of :func:`slowest_ms`, in an order that is the same on all ranks."""
-    timers = {name: functools.partial(slowest_ms, run) for name, run in runs.items()}
-    return medians(in_turn(timers, 3, random.Random(0)))
+    return medians_in_turn(slowest_ms, runs, 3, random.Random(0))
 
 
 class Bf16Rows:
@@ -131,7 +129,7 @@ class Bf16Rows:
         return torch.bmm(self.scores.unsqueeze(1), rows_TKD).squeeze(1).to(self.x.dtype)
 
 
-def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]]:
+def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
     """Dispatch + permute and sum + combine of one layer, each as a whole exchange with its barrier."""
     N = dist.get_world_size()
     q, scale = ops.quantize_rows(layer.x)
@@ -139,21 +137,20 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], None]
     M, C = capacities(shape.T, shape.K, N, shape.E, layer.config.dispatch_capacity)
     at = workspace.begin(dist.group.WORLD.group_name, Sizes(N, *shape[1:5]), q.device)
     at.in_flight = False
-    state: dict[str, Any] = {}
 
-    def dispatch() -> None:
+    def dispatch() -> tuple[Tensor, Tensor, Tensor]:
         kernels.publish(at, q, scale, (layer.ids, layer.scores.detach()), (token_C, counts_N, (M, C)))
         plan = kernels.plan(at)
         offsets_E, token_M, _, row_CK, arrived_C, pair_CK = kernels.pull_routing(at, plan, M, C)
         kernels.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)
         at.mapped[1].barrier()  # nobody publishes before all have pulled
-        state.update(plan=plan, pair_CK=pair_CK, row_CK=row_CK)
+        return plan, row_CK, pair_CK
 
-    dispatch()
+    plan, row_CK, pair_CK = dispatch()
     y = torch.randn(M, shape.D, device=DEVICE, dtype=torch.bfloat16)
 
     def combine() -> None:
-        kernels.push_sums(at, state["plan"], y, None, state["row_CK"], state["pair_CK"])
+        kernels.push_sums(at, plan, y, None, row_CK, pair_CK)
         kernels.wait(at, COMBINE)
         permute.unpermute_sum(at.view("sums"), sent_TK, torch.bfloat16)
 
@@ -170,21 +167,20 @@ def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], obje
     send, receive = counts_N[:, 0].tolist(), received_N[:, 0].tolist()
     token_C, scores = token_C[: sum(send)], layer.scores.detach()
     capacity = int(((received_N[:, 1:-2].sum(0) + 127) // 128 * 128).sum())
-    state: dict[str, Tensor] = {}
 
-    def dispatch() -> None:
+    def dispatch() -> Tensor:
         payload = ops.pack_dispatch(q, scale, token_C, sent_TK, layer.ids, scores, shape.E)
         payload = ops.wait(ops.start_all_to_all(payload, receive, send, name))
         token_q, token_scale, ids, arrived_scores = ops.unpack_dispatch(payload, shape.D, shape.K)
         offsets_E, token_M, _, row_CK = ops.expert_routing(ids, arrived_scores, shape.E, capacity)
         ops.permute_rows(token_q, token_scale, row_CK, token_M, offsets_E)
-        state.update(row_CK=row_CK)
+        return row_CK
 
-    dispatch()
+    row_CK = dispatch()
     y = torch.randn(capacity, shape.D, device=DEVICE, dtype=torch.bfloat16)
 
     def combine() -> None:
-        payload = ops.pack_combine(y, None, state["row_CK"])
+        payload = ops.pack_combine(y, None, row_CK)
         payload = ops.wait(ops.start_all_to_all(payload, send, receive, name))
         ops.unpermute_sum(ops.unpack_combine(payload, shape.D, 0)[0], sent_TK, torch.bfloat16)
 

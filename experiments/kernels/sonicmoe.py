@@ -29,11 +29,6 @@ from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 BF16 = torch.bfloat16
 SHAPES, TOKENS = ("16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"), (8192, 16384)
 OURS, CACHED, PEER, GENERAL = "ours, weights quantized", "ours", "sonicmoe", "sonicmoe, any routing"
-CONFIGS = {  # by what is kept of the weights
-    "": Fp8FlowMoEConfig(),
-    "both": Fp8FlowMoEConfig(cache_weights=True),
-    "forward": Fp8FlowMoEConfig(cache_weights=True, cache_layouts="forward"),
-}
 UNIT = "ms forward + backward"
 Step = Callable[[], list[Tensor]]
 
@@ -64,10 +59,10 @@ class Problem:
         self.scores = torch.rand(tokens, K, device=device).requires_grad_()
 
     def ours(self, kept: str = "", microbatches: int = 0) -> Step:
-        """A forward and backward, or so many behind a change of the weights, which keep ``kept`` of them."""
-        module = RoutedExperts(
-            self.sizes.E, self.sizes.D, self.sizes.H, config=CONFIGS[kept], device="meta", dtype=BF16
-        )
+        """A forward and backward, or so many behind a change of the weights. ``kept``: which of their layouts."""
+        config = Fp8FlowMoEConfig(cache_weights=bool(kept), cache_layouts=kept or "both")
+        D, H, E, _ = self.sizes
+        module = RoutedExperts(E, D, H, config=config, device="meta", dtype=BF16)
         module.w1, module.w2, module.w3 = weights = [*self.experts.parameters()]
         leaves = [self.x, self.scores, *weights]
 

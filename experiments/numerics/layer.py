@@ -10,19 +10,21 @@ alone when token scales of its two operands are anti-correlated, by transpose mo
 (3) the layer of (1) with each activation.
 """
 
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, requantized_pair
-from experiments.records import require_commit, script_parser, write_records
-from experiments.reference import make_layer, moe_layer, relative_error
+from experiments.records import record, require_commit, script_parser, write_records
+from experiments.reference import LayerInputs, make_layer, moe_layer, relative_error
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
+WGRAD_UNIT = "relative error, largest of 8 seeds"
 
 
 class QuantizedMatmul(torch.autograd.Function):
@@ -45,9 +47,7 @@ class QuantizedMatmul(torch.autograd.Function):
 
 def tiles(x: torch.Tensor) -> torch.Tensor:
     """Quantize-dequantize in 1x128 tiles along the last dim, padded to a multiple of 128."""
-    pad = -x.shape[1] % 128
-    padded = torch.nn.functional.pad(x, (0, pad))
-    return recipe.dequantize(*recipe.quantize_rows(padded))[:, : x.shape[1]]
+    return recipe.dequantize(*recipe.quantize_rows(x))[:, : x.shape[1]]
 
 
 def blocks(w: torch.Tensor) -> torch.Tensor:
@@ -75,11 +75,25 @@ def errors(results: list[torch.Tensor], reference: list[torch.Tensor]) -> list[f
     return [relative_error(a, b) for a, b in zip(results, reference, strict=True)]
 
 
-def layer_table(device: str, size: dict) -> dict[str, list[float]]:
+def flow(topk_ids: torch.Tensor, activation: str = "swiglu", **settings: str) -> Callable[..., torch.Tensor]:
+    config = Fp8FlowMoEConfig(**settings)
+
+    def layer(x, s, w1, w2, w3=None):
+        x = x.to(torch.bfloat16)
+        return routed_experts(x, w1, w2, w3, topk_ids, s, config=config, activation=activation)
+
+    return layer
+
+
+def draw(device: str, size: dict, std: float) -> tuple[LayerInputs, torch.Tensor]:
+    """A layer's inputs and the gradient of its output."""
     torch.manual_seed(0)
-    tokens, dim, hidden, experts, top_k = size.values()
-    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.02)
-    dout = torch.randn(tokens, dim, device=device)
+    inputs = make_layer(*size.values(), device=device, std=std)
+    return inputs, torch.randn_like(inputs.x_TD)
+
+
+def layer_table(device: str, size: dict) -> dict[str, list[float]]:
+    (x, scores, topk_ids, weights), dout = draw(device, size, std=0.02)
     inputs = [x, scores, *weights]
 
     def plain(dtype):
@@ -88,38 +102,27 @@ def layer_table(device: str, size: dict) -> dict[str, list[float]]:
 
         return layer
 
-    def flow(**settings):
-        config = Fp8FlowMoEConfig(**settings)
-
-        def layer(x, s, w1, w2, w3):
-            return routed_experts(x.to(torch.bfloat16), w1, w2, w3, topk_ids, s, config=config)
-
-        return layer
-
     reference = gradients(plain(torch.float32), inputs, dout)
     layers = {
         "bf16": plain(torch.bfloat16),
         "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
-        "FP8-Flow balanced": flow(),
-        "FP8-Flow balanced, h in fp8": flow(save_h="fp8"),
-        "FP8-Flow scaling_aware": flow(wgrad="scaling_aware"),
-        "FP8-Flow bf16 wgrad": flow(wgrad="bf16"),
+        "FP8-Flow balanced": flow(topk_ids),
+        "FP8-Flow balanced, h in fp8": flow(topk_ids, save_h="fp8"),
+        "FP8-Flow scaling_aware": flow(topk_ids, wgrad="scaling_aware"),
+        "FP8-Flow bf16 wgrad": flow(topk_ids, wgrad="bf16"),
     }
 
     table = {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
     with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
-        table["FP8-Flow requantize"] = errors(gradients(flow(), inputs, dout), reference)
+        table["FP8-Flow requantize"] = errors(gradients(flow(topk_ids), inputs, dout), reference)
     assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
     return table
 
 
 def activation_table(device: str, size: dict) -> dict[str, list[float]]:
     """Each activation's errors, with its default parameters."""
-    torch.manual_seed(0)
-    tokens, dim, hidden, experts, top_k = size.values()
-    x, scores, topk_ids, weights = make_layer(tokens, dim, hidden, experts, top_k, device=device, std=0.05)
-    dout, table = torch.randn(tokens, dim, device=device), {}
-    chosen = torch.nn.functional.one_hot(topk_ids, experts).float()
+    (x, scores, topk_ids, weights), dout = draw(device, size, std=0.05)
+    table, chosen = {}, torch.nn.functional.one_hot(topk_ids, size["experts"]).float()
     for name, entry in ACTIVATIONS.items():
 
         def exact(x, s, w1, w2, w3=None):
@@ -130,14 +133,8 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
         inputs = [x, scores, *weights[: 3 if entry.gated else 2]]
         reference = gradients(exact, inputs, dout)
         for save_h in ("bf16", "fp8"):
-            config = Fp8FlowMoEConfig(save_h=save_h)
-
-            def flow(x, s, *w):
-                w3 = w[2] if len(w) == 3 else None
-                x = x.to(torch.bfloat16)
-                return routed_experts(x, w[0], w[1], w3, topk_ids, s, config=config, activation=name)  # noqa: B023
-
-            table[f"{name}, h in {save_h}"] = errors(gradients(flow, inputs, dout), reference)
+            ours = gradients(flow(topk_ids, name, save_h=save_h), inputs, dout)
+            table[f"{name}, h in {save_h}"] = errors(ours, reference)
     return table
 
 
@@ -178,11 +175,10 @@ def show(title: str, rows: dict[str, list[float]]) -> None:
 
 def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference: str) -> list[dict]:
     return [
-        dict(name=f"{kind} {tensor}: {name}", shape=shape, value=error, unit="relative error", reference=reference,
-             reference_value=of_reference, speedup=None)
+        record(f"{kind} {tensor}: {name}", shape, "relative error", error, reference, of_reference)
         for name, errors in rows.items()
         for tensor, error, of_reference in zip(TENSORS, errors, rows[reference], strict=False)
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -213,11 +209,9 @@ def of_recipes(device: str, shape: str, size: dict) -> list[dict]:
         print(f"\nrelative error of dW, anti-correlated token scales, {binades} binades, 8 seeds: smallest, largest")
         for name, errors in table.items():
             print(f"{name:32}{min(errors):10.4f}{max(errors):10.4f}")
-            records.append(
-                dict(name=f"wgrad_error {name}", shape=f"1024 x 512 x 512, {binades} binades", value=max(errors),
-                     smallest=min(errors), unit="relative error, largest of 8 seeds", reference="exact row-wise values",
-                     reference_value=max(table["exact row-wise values"]), speedup=None)
-            )  # fmt: skip
+            shape, exact = f"1024 x 512 x 512, {binades} binades", "exact row-wise values"
+            found = record(f"wgrad_error {name}", shape, WGRAD_UNIT, max(errors), exact, max(table[exact]))
+            records.append(found | {"smallest": min(errors)})
     return records
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.models.moe.moe import MoE
 
 BF16 = torch.bfloat16
@@ -79,3 +79,7 @@ class FusedMoE(MoE):
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(x_TD)
         return out_TD.to(x.dtype).view(x.shape)
+
+
+def moes(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]

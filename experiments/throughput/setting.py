@@ -20,16 +20,16 @@ from torchtitan.distributed import utils
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.moe import moe as torchtitan_moe
-from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 
 from experiments.ablations import permute_then_copy, requantized_pair
-from experiments.throughput.fused_bf16 import FusedMoE
-from experiments.throughput.gate import wait_for_turn
+from experiments.throughput.fused_bf16 import FusedMoE, moes
 from experiments.throughput.routing import BalancedRandomRouter
+from experiments.throughput.train import wait_for_turn
 from titan_fp8moe import grouped_mm, ops
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 from titan_fp8moe.torchtitan.converter import loaded_trainers
@@ -63,10 +63,6 @@ def converter(convert: Callable[[nn.Module], None]) -> Callable[[nn.Module], Non
 
     register_model_converter(Converter, convert.__name__)
     return convert
-
-
-def moes(model: nn.Module) -> list[MoE]:
-    return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 @converter

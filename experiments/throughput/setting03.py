@@ -21,9 +21,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.qwen3 import config_registry as qwen3
-from torchtitan.overrides.fused_swiglu import FusedGroupedExperts
 
-from experiments.throughput.gate import wait_for_turn
+from experiments.throughput.train import wait_for_turn
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.trainer.experts import Placement
@@ -36,20 +35,10 @@ CHECKPOINTING: dict[str, Callable[[], Any]] = {
 }
 
 
-class ExpertsOutsideFsdp(GroupedExperts):
-    """torchtitan's experts, which leave FSDP after it has sharded them."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
-
-    placement = Placement(in_fsdp=False)
-
-
 def _outside_fsdp(config: Any) -> Any:
+    """Lets torchtitan's experts leave FSDP after it has sharded them."""
     parallel.install()
-    for _, experts, parent, name in list(config.model_spec.model.traverse(GroupedExperts.Config)):
-        setattr(parent, name, derive(experts, ExpertsOutsideFsdp.Config))
+    GroupedExperts.placement = Placement(in_fsdp=False)
     return config
 
 
@@ -68,11 +57,9 @@ class KeepsGroupedGemms(SelectiveAC):
 
 
 def _strongest(config: Any) -> Any:
-    parallel.install()
-    FusedGroupedExperts.placement = Placement(in_fsdp=False)
     if type(config.activation_checkpoint) is SelectiveAC.Config:
         config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
-    return _fused_swiglu(config)
+    return _outside_fsdp(_fused_swiglu(config))
 
 
 def _torchao(config: Any) -> Any:

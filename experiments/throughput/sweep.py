@@ -105,22 +105,21 @@ def main() -> None:
     path: Path = args.out / "sweep.json"
     every = json.loads(path.read_text()) if path.exists() else []
     points = [point for point in every if (point["shape"], point["commit"]) == (shape, setting["commit"])]
-    every = [point for point in every if point["shape"] != shape] + points
+    others = [point for point in every if point["shape"] != shape]
     prepared: list[tuple[Run, int]] = []  # one measured, one that imports meanwhile
     try:
         while True:
             waiting = todo(points)
-            others = [c for c in waiting if c[0] not in {run.variant for run, _ in prepared}]
+            free = [c for c in waiting if c[0] not in {run.variant for run, _ in prepared}]
             if time.monotonic() < end:
-                chosen = random.sample(others, min(len(others), 2 - len(prepared)))
+                chosen = random.sample(free, min(len(free), 2 - len(prepared)))
                 prepared += [prepare(*curve, args) for curve in chosen]
             if not prepared:
                 break
             point = measure(*prepared.pop(0), args.timeout)
             print(json.dumps(point), flush=True)
-            for found in (points, every):
-                found.append(point | {"shape": shape} | setting)
-            write_list(path, every)
+            points.append(point | {"shape": shape} | setting)
+            write_list(path, others + points)
     finally:
         for run, _ in prepared:
             run.end()

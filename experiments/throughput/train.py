@@ -40,6 +40,7 @@ from experiments.records import begin, other_torch, record, script_parser, write
 CONFIG = "experiments/throughput/train.toml"
 SETTING_03 = "experiments.throughput.setting03"
 WORK = Path("outputs/throughput")
+GATE = "THROUGHPUT_GATE"  # names a file for which a run waits, once its modules are imported
 
 
 class Model(NamedTuple):
@@ -150,6 +151,12 @@ def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]
     ]
 
 
+def wait_for_turn() -> None:
+    """Waits for the file of ``GATE`` in a run's processes, while the run before it has the GPUs."""
+    while GATE in os.environ and not Path(os.environ[GATE]).exists():
+        time.sleep(0.05)
+
+
 class Run:
     """One training run, from the moment its processes import Python modules. ``begin`` lets it use the GPUs."""
 
@@ -166,7 +173,7 @@ class Run:
             flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={self.dump}", *overrides(variant, args, seed)]
         else:
             flags = [f"--dump_folder={self.dump}", *overrides_03(variant, args, seed)]
-        env = {"THROUGHPUT_GATE": str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        env = {GATE: str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
             [*launcher, *flags, *extra],
             env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"} | dict(caches),

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config.job_config import Compile
 from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.models.moe.moe import MoE, MoEArgs
+from torchtitan.tools.utils import set_default_dtype
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.ablations import permute_then_copy, requantized_pair
@@ -194,12 +195,9 @@ class Bench:
         self.forwards = {name: self._forward(moe, chosen[name]) for name, moe in self.layers.items()}
 
     def _layer(self, variant: Variant) -> MoE:
-        with torch.device("meta"):
-            dtype = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float32 if self.shape.fp32 else torch.bfloat16)
-            model = MODELS[self.shape.model]
+        model, dtype = MODELS[self.shape.model], torch.float32 if self.shape.fp32 else torch.bfloat16
+        with torch.device("meta"), set_default_dtype(dtype):
             moe = MoE(self.shape.moe_args(self.gpus), model.D, model.H)
-            torch.set_default_dtype(dtype)
         moe.router.__class__ = BalancedRandomRouter
         if variant.config is not None:
             Fp8FlowMoE.convert(moe, variant.config, fp8_shared=variant.fp8_shared and moe.shared_experts is not None)

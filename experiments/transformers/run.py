@@ -23,7 +23,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from experiments.records import begin, record, script_parser, write_records
-from experiments.timing import CUDA, elapsed_ms, in_turn, medians
+from experiments.timing import CUDA, elapsed_ms, medians_in_turn
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.transformers import NAME, converted, register
 
@@ -114,12 +114,6 @@ TINY = dict(
 )  # fmt: skip
 
 
-def take_turns(runs: dict[str, Callable[[], object]], times: int) -> dict[str, float]:
-    """Median over the rounds of the milliseconds per call; a turn is ``times`` calls back to back."""
-    timers = {name: functools.partial(elapsed_ms, run, times) for name, run in runs.items()}
-    return medians(in_turn(timers, ROUNDS))
-
-
 class Bench:
     """One model, whose experts switch between implementations."""
 
@@ -151,7 +145,8 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
             losses[name] = float(self.step(name, call))
             peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
-        ms = take_turns({name: lambda name=name: self.step(name, call) for name in losses}, CALLS)
+        steps = {name: functools.partial(self.step, name, call) for name in losses}
+        ms = medians_in_turn(elapsed_ms, steps, ROUNDS, times=CALLS)
         speed = {name: self.tokens.numel() / ms[name] * 1e3 for name in ms}
         more = dict(peak_gib=peaks[NAME], reference_peak_gib=peaks[REFERENCE])
         more |= dict(loss=losses[NAME], reference_loss=losses[REFERENCE])
@@ -223,7 +218,7 @@ class Bench:
             runs = {name: functools.partial(forward, name) for name in (NAME, REFERENCE, BATCHED)}
             for run in runs.values():
                 run()  # compiles
-            ms = take_turns(runs, 2 * CALLS)
+            ms = medians_in_turn(elapsed_ms, runs, ROUNDS, times=2 * CALLS)
             what = "forward of one token" + (f" of {sequences} sequences" if sequences > 1 else "")
             found += [self.record(what, ms[NAME], other, ms[other], "ms") for other in (REFERENCE, BATCHED)]
         return found

@@ -106,13 +106,14 @@ def _feed_forward(
     return [y[: x_TD.shape[0]].to(dtype), *copies.there, *kept, *fields]
 
 
-def _linear(x_TK: Tensor, w: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None) -> list[Tensor]:
-    """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``w`` (1, N, K) may be followed
-    by copies."""
-    packed = [w[0], None, None, *w[1:]]
+def _linear(
+    x_TK: Tensor, weights: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None
+) -> list[Tensor]:
+    """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``weights``: packed, of which
+    w1 is the linear's (1, N, K)."""
     q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    with operands.held(packed):
-        (weight,), copies = operands.forward_operands(packed)
+    with operands.held(weights):
+        (weight,), copies = operands.forward_operands(weights)
         y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
     return [y, q, scale, end, *copies.there]
 
@@ -129,15 +130,10 @@ def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
     return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
 
 
-@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.feed_forward)
-def _feed_forward_flops(x_shape, weights, *_: Any, **__: Any) -> int:
+@torch.utils.flop_counter.register_flop_formula([torch.ops.titan_fp8moe.feed_forward, torch.ops.titan_fp8moe.linear])
+def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
     """FLOPs of all GEMMs, padding included."""
     return product_flops(group_rows(x_shape[0]), weights)
-
-
-@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.linear)
-def _linear_flops(x_shape, w, *_: Any, **__: Any) -> int:
-    return product_flops(group_rows(x_shape[0]), w[:1])
 
 
 class _FeedForward(torch.autograd.Function):
@@ -238,8 +234,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
         packed = operands.pack(ExpertWeights(w.unsqueeze(0), None), cache, frozen)
-        weight, _, _, *copies = packed.tensors
-        y, q, x_scale, end, *generations = _linear_op(x_TK, [weight, *copies], dtype, nan_flags)
+        y, q, x_scale, end, *generations = _linear_op(x_TK, packed.tensors, dtype, nan_flags)
         kept = (None, None) if frozen else (q, x_scale)
         ctx.save_for_backward(*operands.aliases([w]), *kept, end, *generations)
         ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, packed.read(), nan_flags, x_TK.dtype
@@ -280,15 +275,10 @@ def linear(
     Args:
         x: (..., K) bf16 or fp32.
         w: (N, K) bf16 or fp32, N and K multiples of 128.
-        cache: of the weight.
-        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; only x and dy are noted.
-        frozen: whether the weight is not trained.
+        cache, nan_flags, frozen: as of :func:`feed_forward`, whose errors this raises too. Only x and dy are noted.
 
     Returns:
         (..., N) in the dtype of ``x``, or in autocast's.
-
-    Raises:
-        ValueError: for other shapes and dtypes, or more rows than the kernels take.
     """
     N, K = w.shape
     if N % BLOCK or K % BLOCK:

@@ -15,8 +15,6 @@ from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.parallel import local_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
 
-_WEIGHTS = Lora._fields
-
 
 class AddsLora(nn.Module):
     """Mixin of experts with parameters w1, w2 and, if they have a gate, w3, or with weights stored in FP8.
@@ -71,7 +69,7 @@ class AddsLora(nn.Module):
 
     def adaptable(self) -> dict[str, Any]:
         """The weights that adapters may have, by the names of :class:`Lora`."""
-        return {name: weight for name in _WEIGHTS if (weight := getattr(self, name)) is not None}
+        return {name: weight for name in Lora._fields if (weight := getattr(self, name)) is not None}
 
     def _check_lora(self, rank: int, alpha: float, weights: Sequence[str], dtype: torch.dtype) -> None:
         if self.lora_scale is not None:

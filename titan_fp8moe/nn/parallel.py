@@ -22,8 +22,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-_BY_EXPERTS = (Shard(0),)
-
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -147,7 +145,7 @@ def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> D
 
 def spread(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's experts (E, ...) as a part of the experts of all ranks, without communication."""
-    return DTensor.from_local(local, mesh, _BY_EXPERTS, run_check=False)
+    return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
 
 def local_of(tensor: Any) -> Any:

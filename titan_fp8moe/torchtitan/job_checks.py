@@ -35,7 +35,13 @@ def check_job(job: JobConfig) -> None:
             "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with "
             "optimizer.early_step_in_backward each microbatch changes the weights; set one of the two to false"
         )
-    _check_converters(job.model.converters)
+    converters = job.model.converters
+    if others := [name for name in converters if name.startswith("quantize.grouped_mm")]:
+        raise ValueError(
+            f"fp8_flow_moe and {', '.join(others)} convert the same experts; keep one of them in model.converters"
+        )
+    if converters.count("fp8_flow_moe") > 1:
+        raise ValueError("model.converters names fp8_flow_moe twice; once is enough")
     if config.linear_fqns and preflight.compiles_model(job) and config.statistics_every:
         raise ValueError(
             "fp8_flow_moe.statistics_every works outside of graphs, but compile takes the linears of "
@@ -46,16 +52,6 @@ def check_job(job: JobConfig) -> None:
             "fp8_flow_moe dispatches FP8 rows itself and cannot use parallelism.expert_parallel_comm_backend = "
             f'{job.parallelism.expert_parallel_comm_backend!r}; set it to "standard"'
         )
-
-
-def _check_converters(names: list[str]) -> None:
-    others = [name for name in names if name.startswith("quantize.grouped_mm")]
-    if others:
-        raise ValueError(
-            f"fp8_flow_moe and {', '.join(others)} convert the same experts; keep one of them in model.converters"
-        )
-    if names.count("fp8_flow_moe") > 1:
-        raise ValueError("model.converters names fp8_flow_moe twice; once is enough")
 
 
 def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:

@@ -22,7 +22,6 @@ from torchtitan.models.common.moe_sharding import expert_param_placement_dense, 
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.nn.parallel import local_of
 
 EXPERTS = "inner_experts"
@@ -96,7 +95,7 @@ def derive_adapted(old: Any, kind: type[Any], **deltas: Any) -> Any:
 
 
 class Factors(Module):
-    """A or B of the adapters of a layer's experts, by the weights' names in :class:`Lora`."""
+    """A or B of the adapters of a layer's experts, by the weights' names in :class:`titan_fp8moe.layer.lora.Lora`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -134,8 +133,3 @@ def make_factors(experts: Any) -> tuple[Factors, Factors]:
 def _draw(A: torch.Tensor) -> None:
     bound = A.shape[2] ** -0.5
     nn.init.uniform_(A, -bound, bound)
-
-
-def joined(A: Factors, B: Factors, scale: float) -> Lora:
-    """The adapters of these factors."""
-    return Lora(**{name: Adapter(A[name], B[name], scale) for name in Lora._fields})

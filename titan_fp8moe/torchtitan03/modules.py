@@ -21,12 +21,12 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
 from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.lora import Lora
+from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
 from titan_fp8moe.nn.parallel import local_of
-from titan_fp8moe.torchtitan03.lora import AdaptedExperts, joined, make_factors
+from titan_fp8moe.torchtitan03.lora import AdaptedExperts, make_factors
 from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
 
 
@@ -48,7 +48,9 @@ class Fp8FlowGroupedExperts(TitanExperts, AdaptedExperts):
             self.lora_scale = config.lora_alpha / config.lora_rank
 
     def lora(self) -> Lora | None:
-        return None if self.lora_scale is None else joined(self.lora_a, self.lora_b, self.lora_scale)
+        if (scale := self.lora_scale) is None:
+            return None
+        return Lora(**{name: Adapter(self.lora_a[name], self.lora_b[name], scale) for name in Lora._fields})
 
 
 class Fp8FlowGptOssExperts(TitanExperts, GptOssGroupedExperts):

@@ -23,7 +23,7 @@ from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts, has_memory_budget
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp, put_fully_shard
-from titan_fp8moe.trainer.experts import TitanExperts
+from titan_fp8moe.trainer.experts import Placement
 
 
 def fsdp_has_work(job: Any) -> bool:
@@ -42,9 +42,14 @@ def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
     sharded = torch_fully_shard(module, **kwargs)
     for part in module if isinstance(module, list) else [module]:
         if getattr(part, "moe_enabled", False):
-            experts = [m for m in part.modules() if isinstance(m, TitanExperts) and not m.placement.in_fsdp]
-            leave_fsdp(part, [p for m in experts for p in m.parameters()])
+            leave_fsdp(part, [p for m in part.modules() if _is_outside(m) for p in m.parameters()])
     return sharded
+
+
+def _is_outside(module: nn.Module) -> bool:
+    """Also of torchtitan's own experts, to which an experiment gives a placement."""
+    placement = getattr(module, "placement", None)
+    return isinstance(placement, Placement) and not placement.in_fsdp
 
 
 def install() -> None:

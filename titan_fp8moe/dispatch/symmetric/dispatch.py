@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
-from titan_fp8moe.dispatch.base import Pairs, Pending, Returned, Route, check_rows
+from titan_fp8moe.dispatch.base import Dispatch, Pairs, Pending, Returned, Route, check_rows
 from titan_fp8moe.dispatch.symmetric.ops import (
     symmetric_arrived,
     symmetric_dispatch,
@@ -48,15 +48,12 @@ class Sent(NamedTuple):
     counts_N: Tensor
 
 
-class SymmetricDispatch:
+class SymmetricDispatch(Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
     Tokens: ClassVar = Rows
     description: ClassVar = "symmetric memory"
-    travels: ClassVar = True
-    overlaps: ClassVar = False
-    syncs_host: ClassVar = False
     single_node: ClassVar = True
     bounded: ClassVar = True
 
