@@ -44,7 +44,7 @@ class Call(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.randn(shape, device=DEVICE).bfloat16() for shape in shapes)
 
     def forward(self, x):
-        return self.function(x, *self.weights)
+        return self.function(x, *[self.weights[i] for i in range(len(self.weights))])  # torch 2.11 unpacks no lists
 
 
 CONFIG = Fp8FlowMoEConfig()
