@@ -209,6 +209,33 @@ def test_what_a_forward_leaves_behind_is_cleared():
     assert [name for name, buffer in layer.named_buffers() if buffer.any()] == ["expert_bias"]
 
 
+@pytest.mark.parametrize("where", ["dataloader", "forward"])
+def test_a_step_that_runs_again_counts_its_tokens_once(where):
+    """torchtitan 0.2.2 counts them as it loads them, 0.3 in each forward. The step logs their number."""
+    steps(20, 500)
+    logged, outcomes = [], [NoRoom("full"), None]
+
+    class Trainer:
+        model_parts, ntokens_seen = [], 100
+
+        def train_step(self, data_iterator):
+            for size in [next(data_iterator) for _ in range(2)]:
+                self.ntokens_seen += size if where == "forward" else 0
+            if error := outcomes.pop(0):
+                raise error
+            logged.append(self.ntokens_seen)
+
+    def load():
+        for size in (3, 4):
+            trainer.ntokens_seen += size if where == "dataloader" else 0
+            yield size
+
+    auto_dispatch.run_steps_again(Trainer)
+    trainer = Trainer()
+    trainer.train_step(load())
+    assert logged == [107] and trainer.ntokens_seen == 107
+
+
 def test_statistics_count_no_step_without_room():
     """Its rows are NaN. What is run again counts."""
     linear, x = Fp8FlowLinear(128, 128), torch.randn(64, 128, requires_grad=True)

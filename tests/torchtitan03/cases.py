@@ -65,6 +65,7 @@ SINGLE = LOSSES | {
 OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7", "mtp"
 SINGLE |= {model: Case(model=model, way="flag") for model in OTHERS}
 SINGLE |= {f"{model}_fp32": Case(None, model=model) for model in OTHERS}
+SINGLE["qwen3_5_bf16_shared"] = Case(BF16_SHARED, model="qwen3_5")
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),
     "ep2_20_bf16": Case(None, EP2, steps=STEPS),
@@ -107,6 +108,9 @@ TWO_RANKS = {
     "gpt_oss_tp2": Case({}, TP2, model="gpt_oss"),
     "gpt_oss_fp8_gather": Case({"fp8_all_gather": True}, model="gpt_oss"),
     "qwen3_5_ep2": Case({}, EP2, model="qwen3_5"),
+    "qwen3_5_tp2_ep2_compile_bf16_shared": Case(
+        BF16_SHARED, TP2 | EP2, "selective", compiles="aot_eager", model="qwen3_5"
+    ),
     "ep2_muon_cached": Case({"cache_weights": True}, EP2, steps=3, accumulates=2, model="kimi_muon"),
     "ep2_muon": Case({}, EP2, steps=3, accumulates=2, model="kimi_muon"),
     "ep2_muon_bf16": Case(None, EP2, steps=3, accumulates=2, model="kimi_muon"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torchtitan.protocols.module import Module
 
 from tests.patched import undone
 from titan_fp8moe.dispatch import auto
@@ -44,7 +45,7 @@ class Experts(nn.Module):
         return h * auto.room()
 
 
-class Block(nn.Module):
+class Block(Module):
     def __init__(self, mask: str):
         super().__init__()
         self.mask, self.moe, self.ffn_norm = mask, Experts(), nn.Linear(4, 4)

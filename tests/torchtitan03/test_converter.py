@@ -569,6 +569,18 @@ def test_adapters_of_experts_that_cannot_have_them(door: str):
         LoRAConverter.Config().build().convert(gpt_oss_debugmodel_flex().model_spec.model)
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_a_config_serves_one_trainer(door: str):
+    """Whose job decides how it is converted. A copy made before serves another one."""
+    job = through(door)
+    another, override_config = copy.deepcopy(job), job.override
+    convert(job)
+    job.override = override_config  # which a Fp8FlowTrainer leaves as it is
+    with pytest.raises(ValueError, match="another trainer has converted this config"):
+        start(job)
+    convert(another)
+
+
 def test_a_claimed_model_in_another_config():
     """torchtitan's function for the graph trainer copies the fields, claims among them."""
     for job in (

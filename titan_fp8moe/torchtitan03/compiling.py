@@ -79,6 +79,13 @@ def _forward(compiled: Callable, checkpoint: Callable, attention: Callable, bloc
     return x + block.moe(h, routing=routing)
 
 
+def _placed(forward: Callable, block: Any, *args: Any, **kwargs: Any) -> Any:
+    """Qwen3.5's blocks place their inputs on tensor-parallel ranks, in the forward that ``Module.parallelize`` gave
+    them."""
+    args, kwargs = block._redistribute_inputs(block.moe.parallel_dims, args, kwargs)
+    return block._redistribute_outputs(block.moe.parallel_dims, forward(*args, **kwargs))
+
+
 def _has_shared_experts_inside(moe: Any) -> bool:
     """Others are graphs of their own."""
     return moe.shared_experts is None or moe.shared == "fp8"
@@ -105,7 +112,9 @@ def compile_before_experts(layer: nn.Module, **options: Any) -> bool:
         wrapper.checkpoint_impl = None  # else torchtitan halves the experts' counts, which a graph adds up once
     # An attribute, no wrapper: the block's names stay, and FSDP's hooks run outside the graph.
     compiled = torch.compile(compat.checkpointed, **options)
-    block.forward = functools.partial(_forward, compiled, checkpoint, _ATTENTION[name], block)
+    forward = functools.partial(_forward, compiled, checkpoint, _ATTENTION[name], block)
+    placed = block._parallelized and block._sharding_config is not None
+    block.forward = functools.partial(_placed, forward, block) if placed else forward
     shared = block.moe.shared_experts
     if not _has_shared_experts_inside(block.moe):
         shared.forward = functools.partial(compat.checkpointed, checkpoint, shared.forward)

@@ -119,6 +119,11 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     for place in layers.values():
         if isinstance(place.config, Fp8FlowClaim.Config):
             place.replace(place.config.restored(place.config))
+        if isinstance(place.config, modules.Fp8FlowMoE.Config):
+            raise ValueError(
+                "fp8_flow_moe: another trainer has converted this config; give each trainer a config of its own, such "
+                "as a copy.deepcopy made before"
+            )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     dims = ParallelDims.from_config(job.parallelism, world_size)
     plan = make_plan(

@@ -4,7 +4,7 @@
 
 The experts' adapters are submodules ``lora_a`` and ``lora_b`` of ``inner_experts``, with parameters w1, w2 and w3 of
 shapes (E, r, K) and (E, N, r). torchtitan's converter freezes everything else. Checkpoints hold them; torchtitan's
-Hugging Face format leaves them out, as it does a linear's.
+Hugging Face format leaves them out or ends in a KeyError, as with a linear's (docs/finetune.md).
 """
 
 from collections.abc import Callable

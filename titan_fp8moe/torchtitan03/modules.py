@@ -213,6 +213,7 @@ class Fp8FlowMoE(MoE):
     Attributes:
         shared: the shared experts join the FP8 data flow (``fp8``), or run as a module of their own: while tokens
             travel (``meanwhile``), or afterwards where inputs and results are placed otherwise (``apart``).
+        parallel_dims: the job's, once it is parallelized.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -222,6 +223,10 @@ class Fp8FlowMoE(MoE):
     def __init__(self, config: Config):
         super().__init__(config)
         self.shared = config.shared
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        super().parallelize(parallel_dims)
+        self.parallel_dims = parallel_dims
 
     @property
     def breaks_graphs(self) -> bool:

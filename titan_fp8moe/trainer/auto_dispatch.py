@@ -67,16 +67,23 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(train_step)
     def wrapper(self: Any, data_iterator: Iterator[Any]) -> None:
         taken: list[Any] = []
+        ntokens_seen = self.ntokens_seen
 
         def take() -> Iterator[Any]:
+            nonlocal ntokens_seen
             for batch in data_iterator:
                 taken.append(batch)
+                ntokens_seen = self.ntokens_seen  # 0.2.2 counts what is loaded; 0.3 counts later, in each forward
                 yield batch
 
         def step() -> None:
             return train_step(self, iter([*taken]) if taken else take())
 
-        return auto.run_step(step, functools.partial(_forget, self.model_parts))
+        def forget() -> None:
+            self.ntokens_seen = ntokens_seen
+            _forget(self.model_parts)
+
+        return auto.run_step(step, forget)
 
     return wrapper
 
