@@ -93,11 +93,6 @@ train qwen3_batch1 1 530 --model qwen3_30b --layers 5 --attention sdpa --local-b
 part sweep 1 530 python3 -m experiments.throughput.sweep --out experiments/throughput "${six[@]}" --budget 420 --timeout 100
 part sweep_qwen3 1 530 python3 -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 \
     --attention sdpa --budget 420 --timeout 100
-step_time() { # name, arguments of step_time.py
-    part "step_time_$1" 1 300 python3 -m experiments.throughput.step_time --out experiments/throughput --local-batch 1 "${@:2}"
-}
-step_time batch1
-step_time microbatches -- --training.global_batch_size=4
 part first_step 1 400 python3 -m experiments.throughput.first_step --out experiments/throughput --gpus 1 "${six[@]}"
 
 layers 16b 400 16B --tokens 16384 8192

@@ -378,22 +378,6 @@ def first_steps(records: Records) -> str:
     return markdown(["s", *columns, "spread"], rows)
 
 
-def step_time(records: Records) -> str:
-    """Milliseconds of a step: its kernels by kind, and the time without a kernel."""
-    rows, kinds = [], []
-    for name, shape in records.named("train_.* step time"):
-        r = first(records.of(name, shape))
-        variant = " ".join(["titan_fp8moe", *name.split()[1:-2]])
-        for who, ms, parts in (
-            (variant, r["value"], r["parts"]),
-            (r["reference"], r["reference_value"], r["reference_parts"]),
-        ):
-            kinds, idle = [*parts], ms - sum(parts.values())
-            row = [setting(shape), who, *map("{:.1f}".format, (ms, *parts.values(), idle))]
-            rows += [row] * (row not in rows)
-    return markdown(["ms", "", "step", *kinds, "no kernel"], rows)
-
-
 CHECKPOINTING = {
     "": "per op",
     ":checkpointing=saved": "per op, bf16's grouped GEMMs kept",
@@ -684,7 +668,7 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps, step_time),
+        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
         *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
         *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
         *(gemms, data_movement, exchange, pairs, gradient_noise),

@@ -17,9 +17,9 @@ from torch import Tensor
 from torchtitan.models.moe import kernels as torchtitan_kernels
 from torchtitan.models.moe.moe import MoE
 
-from experiments import ablations, records, tables
+from experiments import ablations, records
 from experiments.reference import relative_error
-from experiments.throughput import first_step, fused_bf16, layer, step_time, sweep, train, variants
+from experiments.throughput import first_step, fused_bf16, layer, sweep, train, variants
 from experiments.throughput.routing import balanced_random_experts
 from experiments.throughput.train import Run
 from tests.processes import run_script
@@ -369,52 +369,6 @@ def test_first_steps(tmp_path: Path, monkeypatch):
     results = [first_step.measure(variant, SimpleNamespace(timeout=1), 0) for variant in ("bf16", "fp8_flow")]
     assert {*caches[0]} == {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"} and caches[0] != caches[1]
     assert [r["first_step"] for r in results] == [1.25, 1.25] and results[0]["from_launch"] < 1
-
-
-def test_step_time(tmp_path: Path, monkeypatch):
-    """Kernels count once, what overlaps counts for the first, and the rest of the step has none."""
-
-    class Profiled(train.Run):
-        def __init__(self, variant, args, seed, label, extra):
-            assert "--profiling.profile_freq=40" in extra
-            self.variant, self.steps, self.seed, self.label, self.dump = variant, args.steps, seed, label, tmp_path
-            self.log = tmp_path / "log"
-            steps = [(10, 1), (20, 900), (30, 1100), (40, 2)]  # compiles, then two that count, then the profiler's
-            logged = "[rank0]: step: {:2}  loss: 1.0  grad_norm: 1.0  memory: 1.0GiB(1%)  tps: {}\n".format
-            batch = "global batch size 4, gradient accumulation steps 4, sequence length 5, total steps 40\n"
-            self.log.write_text(batch + "".join(logged(*step) for step in steps))
-            kernels = ("void multi_tensor_apply_kernel<...>", 0, 4000), ("_quantize_weight_kernel", 3000, 2000)
-            kernels += (
-                ("gemm", 10_000, 1000),
-                ("void vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", 12_000, 500),
-            )
-            events = [{"cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in kernels]
-            events += [{"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 1e6}, {"name": "process"}]
-            (tmp_path / "rank0_trace.json").write_text(json.dumps({"traceEvents": events}))
-
-        def begin(self): ...
-
-        def wait(self, timeout, until): ...
-
-        def end(self): ...
-
-    monkeypatch.setattr(step_time, "Run", Profiled)
-    result = step_time.measure("fp8_flow:cache_weights=true", SimpleNamespace(timeout=1, steps=40))
-    assert result["step_ms"] == 20.0  # 20 tokens at 1,000 a second
-    parts = {"optimizer and clipping": 4.0, "sums of gradients": 0.5, "weights quantized": 1.0, "other kernels": 1.0}
-    assert result["parts"] == parts
-    found = {"name": "train_16b cache_weights=true step time", "shape": "tiny", "reference": "bf16", "value": 20.0}
-    found |= {
-        "speedup": 2.0,
-        "reference_value": 40.0,
-        "parts": parts,
-        "reference_parts": parts,
-        "date": "d",
-        "commit": "c",
-    }
-    table = tables.step_time(tables.Records([found | {"hardware": "1 x H", "unit": "ms"}]))
-    assert "| tiny | titan_fp8moe cache_weights=true | 20.0 | 4.0 | 0.5 | 1.0 | 1.0 | 13.5 |" in table
-    assert "| tiny | bf16 | 40.0 | 4.0 | 0.5 | 1.0 | 1.0 | 33.5 |" in table
 
 
 def test_flavors_of_the_setting():
