@@ -14,7 +14,7 @@ import time
 from datetime import datetime
 
 from experiments.records import begin, write_records
-from experiments.throughput.train import Run, drawn, finish, parser, record_model, records, require_fit
+from experiments.throughput.train import Run, drawn, finish, parser, record_model, records
 
 STARTS, FIRST = "Training starts", "step:  1 "
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -55,8 +55,6 @@ def main() -> None:
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a repeat for each")
     args = p.parse_args()
     begin(args.trial)
-    if args.torchtitan == "0.2.2":
-        require_fit(args.variants, args.gpus)
     shape = finish(args, "first_step")
     results: list[dict] = []
     for variant, seed in drawn(args.variants, args.seeds):

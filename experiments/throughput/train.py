@@ -314,17 +314,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--cuda-graphs", action="store_true", help="torchtitan 0.3's, of whole steps")
     p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
+    p.set_defaults(variants=[])
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
 
 
 def finish(args: argparse.Namespace, prefix: str) -> str:
     """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have. A
-    sweep's has no local batch."""
+    sweep's has no local batch. Raises SystemExit: see :func:`require_fit`."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
     if args.torchtitan == "0.3.0":
         args.attention, args.routing = "flex", "forced"
+    else:
+        require_fit(args.variants, args.gpus)
     shape = ", ".join(
         [
             f"{model.label}, {args.layers} layers, {args.attention}",
@@ -348,8 +351,6 @@ def main() -> None:
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     args = p.parse_args()
     begin(args.trial)
-    if args.torchtitan == "0.2.2":
-        require_fit(args.variants, args.gpus)
     args.begin = time.monotonic()
     shape = finish(args, "train")
     # Only runs of one machine, state and length are compared.
