@@ -170,14 +170,14 @@ class Shares(NamedTuple):
         return cls(whole**0.5, bias, noise, found["critical_tokens"])
 
 
-def records_of(run: Run, found: list[dict], steps: str) -> list[dict]:
-    """Records with the fields that all of a run have."""
+def common(run: Run, steps: str = "") -> dict:
+    """The fields that all records of a run have."""
     flavor = run.meta["config"]["model"]["flavor"]
     shape = f"{flavor}, {run.meta['parameters']:,} parameters, {run.meta['tokens_per_step']:,} tokens a step, {steps}"
     made = run.meta["environment"]
     if made["hardware"].startswith("1 x "):
         made = made | {"command": "bash experiments/convergence/pairs.sh start"}
-    return [made | {"shape": f"{shape}{run.meta['steps']} steps", "speedup": None} | fields for fields in found]
+    return made | {"shape": f"{shape}{run.meta['steps']} steps", "speedup": None}
 
 
 def points_of(r: dict) -> dict[str, dict]:
@@ -191,42 +191,41 @@ def pair_records(pairs: list[Pair], earlier: Iterable[dict] = ()) -> list[dict]:
     """Records of the pairs, and of those of ``earlier`` records of the model and its steps, as of one sample."""
     if not pairs:
         return []
-    (blank,) = records_of(pairs[0].fp8, [{}], "")
-    found = []
+    shared, found = common(pairs[0].fp8), []
     for name, each in deviations(pairs).items():
         points = {}
         for r in earlier:
-            if r["name"] == f"pairs: {name}" and r["shape"] == blank["shape"]:
+            if r["name"] == f"pairs: {name}" and r["shape"] == shared["shape"]:
                 points |= points_of(r)
         bf16 = fmean(FIGURES[name](pair.bf16) for pair in pairs)
-        points |= points_of(blank | {"reference_value": bf16, "each": each})
+        points |= points_of(shared | {"reference_value": bf16, "each": each})
         effect = Effect.of([deviation for point in points.values() for deviation in point["each"]])
         bf16 = fmean(point["reference_value"] for point in points.values() for _ in point["each"])
         found.append(
-            {"name": f"pairs: {name}", "unit": "of bf16's", "value": effect.mean, "half_width": effect.half_width}
+            shared
+            | {"name": f"pairs: {name}", "unit": "of bf16's", "value": effect.mean, "half_width": effect.half_width}
             | {"reference": "bf16", "reference_value": bf16, "deviation": effect.deviation, "pairs": effect.pairs}
             | {"pairs_for": [WANTED, effect.needed()], "points": points}
         )
     ours, bf16 = (fmean(getattr(pair, recipe).speed() for pair in pairs) for recipe in ("fp8", "bf16"))
     speed = {"name": "pairs_speed", "unit": "tokens/s/GPU", "value": ours, "reference": "bf16_fused"}
-    found.append(speed | {"reference_value": bf16, "speedup": ours / bf16, "pairs": len(pairs)})
-    return records_of(pairs[0].fp8, found, "")
+    return [*found, shared | speed | {"reference_value": bf16, "speedup": ours / bf16, "pairs": len(pairs)}]
 
 
 def noise_records(run: Run) -> list[dict]:
     result = []
     for step, by_error in run.noise.items():
-        found = []
+        shared = common(run, f"after {step} of ")
         for kind, measured in by_error["fp8 against bf16"]["by_kind"].items():
             ours, bf16 = Shares.of(measured), Shares.of(by_error["bf16 against fp32"]["by_kind"][kind])
-            found.append(
-                {"name": f"gradient_noise {kind}", "unit": "of a minibatch's gradient", "value": ours.error}
+            result.append(
+                shared
+                | {"name": f"gradient_noise {kind}", "unit": "of a minibatch's gradient", "value": ours.error}
                 | {"bias": ours.bias, "noise": ours.noise, "critical_tokens": ours.critical_tokens}
                 | {"reference": "bf16 against fp32", "reference_value": bf16.error, "reference_bias": bf16.bias}
                 | {"reference_critical_tokens": bf16.critical_tokens, **measured}
                 | {key: by_error["fp8 against bf16"][key] for key in ("minibatches", "tokens")}
             )
-        result += records_of(run, found, f"after {step} of ")
     return result
 
 
