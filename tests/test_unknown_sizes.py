@@ -71,7 +71,8 @@ class GroupedFFN(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
         ends = (ids[:, :1] == torch.arange(E, device=DEVICE)).sum(0).cumsum(0, dtype=torch.int32)
-        return grouped_ffn(x, *self.weights, ends, scores=scores[:, 0])
+        w1, w2, w3 = (self.weights[i] for i in range(3))  # torch 2.11 unpacks no lists of parameters
+        return grouped_ffn(x, w1, w2, w3, ends, scores=scores[:, 0])
 
 
 def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ TOLERANCE = 1e-2
 # torchao's tensorwise scales depend on which tokens a rank holds. Where dims are padded, a rank's tiles are others.
 # FP8 linears round more values: measured 1.05e-2.
 TOLERANCES = {"float8_linear": 0.15, "padded": 0.1, "linears": 0.02}
+LINEARS_LOSS = 1e-4  # sums in another order become other FP8 codes: 1.5e-5 with torch 2.11
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,8 @@ def test_layout_equals_one_process(results, case):
     tolerance = TOLERANCES.get(variant, TOLERANCE)
     assert max(errors.values()) < tolerance, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
-    assert result["losses"][0] == pytest.approx(reference["losses"][0], rel=1e-5)
+    first = LINEARS_LOSS if variant == "linears" else 1e-5
+    assert result["losses"][0] == pytest.approx(reference["losses"][0], rel=first)
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)
 
     assert result["expert_bias"].keys() == reference["expert_bias"].keys()
