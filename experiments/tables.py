@@ -601,7 +601,7 @@ def gradient_noise(records: Records) -> str:
     """Errors of gradients, their bias, and the batch whose noise equals them, at one step after the other."""
 
     def percent(r: Record, key: str) -> str:
-        return "" if r[key] is None else f"{r[key]:.1%}" if r[key] < 1 else f"{r[key]:.0%}"
+        return "" if r[key] is None else f"{r[key]:.0%}" if r[key] >= 1 else f"{r[key]:.{1 + (r[key] < 0.01)}%}"
 
     def tokens(r: Record, key: str) -> str:
         return "∞" if r[key] is None else f"{float(f'{r[key] / 1e6:.3g}'):,.0f}"
