@@ -601,7 +601,10 @@ def gradient_noise(records: Records) -> str:
     """Errors of gradients, their bias, and the batch whose noise equals them, at one step after the other."""
 
     def percent(r: Record, key: str) -> str:
-        return "" if r[key] is None else f"{r[key]:.0%}" if r[key] >= 1 else f"{r[key]:.{1 + (r[key] < 0.01)}%}"
+        if r[key] is None:
+            return ""
+        decimals = 2 if r[key] < 0.01 else 1 if r[key] < 1 else 0
+        return f"{r[key]:.{decimals}%}"
 
     def tokens(r: Record, key: str) -> str:
         return "∞" if r[key] is None else f"{float(f'{r[key] / 1e6:.3g}'):,.0f}"

@@ -197,8 +197,8 @@ def pair_records(pairs: list[Pair], earlier: Iterable[dict] = ()) -> list[dict]:
         for r in earlier:
             if r["name"] == f"pairs: {name}" and r["shape"] == shared["shape"]:
                 points |= points_of(r)
-        bf16 = fmean(FIGURES[name](pair.bf16) for pair in pairs)
-        points |= points_of(shared | {"reference_value": bf16, "each": each})
+        of_these = fmean(FIGURES[name](pair.bf16) for pair in pairs)
+        points |= points_of(shared | {"reference_value": of_these, "each": each})
         effect = Effect.of([deviation for point in points.values() for deviation in point["each"]])
         bf16 = fmean(point["reference_value"] for point in points.values() for _ in point["each"])
         found.append(

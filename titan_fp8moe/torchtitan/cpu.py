@@ -18,7 +18,7 @@ from torchtitan.models.llama3.infra import parallelize as _llama3  # noqa: F401 
 from torchtitan.models.moe import kernels as _kernels  # noqa: F401
 
 from titan_fp8moe import patches
-from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu, dense_attention, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu, dense_attention, rebind, replace_flex_attention, use_cpu
 
 _CHECKED_ON = "torchtitan 0.2.2"
 
@@ -34,9 +34,7 @@ def enable_cpu_training() -> None:
     patches.wrap(torch, "histc", _histc_with_integers, checked_on="torch 2.11.0, 2.13.0")
     # Expert parallelism orders tokens with a Triton kernel. torchtitan has a CPU version of it but never selects it.
     rebind("generate_permute_indices", lambda original: functools.partial(original, use_cpu=True))
-    dense = staticmethod(_dense_attention)
-    patches.put(attention.FlexAttentionWrapper, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
-    rebind("set_determinism", _keeping_flex_attention)
+    replace_flex_attention(attention.FlexAttentionWrapper, _dense_attention)
     # Compiling it takes longer than training.
     patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
@@ -48,18 +46,6 @@ def _dense_attention(
 ) -> Any:
     out, lse = dense_attention(q, k, v, block_mask, scale, enable_gqa, return_lse)
     return (out, lse) if return_lse else out
-
-
-def _keeping_flex_attention(set_determinism: Callable[..., None]) -> Callable[..., None]:
-    """``set_determinism``, which compiles flex attention anew where ``debug.deterministic`` is set."""
-
-    @functools.wraps(set_determinism)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        attend = staticmethod(attention.FlexAttentionWrapper._compiled_flex_attn)
-        set_determinism(*args, **kwargs)
-        patches.put(attention.FlexAttentionWrapper, "_compiled_flex_attn", attend, checked_on=_CHECKED_ON)
-
-    return wrapper
 
 
 def _histc_with_integers(float_histc: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,6 +1,5 @@
 """Train with torchtitan 0.3.0 on CPUs over gloo: for tests, debugging and stepping through the code."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,13 @@ from torchtitan.models.common import attention, moe, token_dispatcher
 from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
 from titan_fp8moe import patches
-from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu, dense_attention, has_fast_bf16, rebind, use_cpu
+from titan_fp8moe.trainer.cpu import (
+    create_block_mask_on_cpu,
+    dense_attention,
+    has_fast_bf16,
+    replace_flex_attention,
+    use_cpu,
+)
 
 _CHECKED_ON = "torchtitan 0.3.0"
 
@@ -24,9 +29,7 @@ def enable_cpu_training() -> None:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
     """
     use_cpu()
-    dense = staticmethod(_dense_attention)
-    patches.put(attention.FlexAttention, "_compiled_flex_attn", dense, checked_on=_CHECKED_ON)
-    rebind("set_determinism", _keeping_flex_attention)
+    replace_flex_attention(attention.FlexAttention, _dense_attention)
     # Compiling it takes longer than training.
     patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     if not has_fast_bf16():
@@ -34,18 +37,6 @@ def enable_cpu_training() -> None:
     patches.wrap(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
     patches.put(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor", checked_on=_CHECKED_ON)
-
-
-def _keeping_flex_attention(set_determinism: Callable[..., None]) -> Callable[..., None]:
-    """``set_determinism``, which compiles flex attention anew where ``debug.deterministic`` is set."""
-
-    @functools.wraps(set_determinism)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        attend = staticmethod(attention.FlexAttention._compiled_flex_attn)
-        set_determinism(*args, **kwargs)
-        patches.put(attention.FlexAttention, "_compiled_flex_attn", attend, checked_on=_CHECKED_ON)
-
-    return wrapper
 
 
 def _grouped_mm(self: moe.GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:

@@ -100,6 +100,24 @@ def rebind(name: str, wrapper: Callable[[Any], Any]) -> None:
         patches.wrap(module, name, wrapper, checked_on="torchtitan 0.2.2, 0.3.0")
 
 
+def replace_flex_attention(flex: type, attend: Callable[..., Any]) -> None:
+    """Lets torchtitan's module ``flex`` call ``attend``. Where ``debug.deterministic`` is set, ``set_determinism``
+    compiles flex attention anew; what it leaves is replaced again."""
+    kept = staticmethod(attend)
+    put = functools.partial(patches.put, flex, "_compiled_flex_attn", kept, checked_on="torchtitan 0.2.2, 0.3.0")
+
+    def keeping(set_determinism: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(set_determinism)
+        def wrapper(*args: Any, **kwargs: Any) -> None:
+            set_determinism(*args, **kwargs)
+            put()
+
+        return wrapper
+
+    put()
+    rebind("set_determinism", keeping)
+
+
 def disable_gradient_division(disable_division: Callable[[torch.nn.Module], None], model: torch.nn.Module) -> None:
     """torchtitan's ``disable_fsdp_gradient_division``, with plain sums for the reduction: FSDP scales gradients inside
     it (PREMUL_SUM), which gloo lacks."""
