@@ -1,7 +1,9 @@
 """The FP8 export: what it writes, that torchtitan reads it back, resuming, verification and refusals."""
 
+import copy
 import json
 import multiprocessing
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +21,11 @@ from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3Sta
 from torchtitan.models.qwen3 import qwen3_args
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from tests.layer import refused
+from tests.layer import assert_equal, refused
 from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
-from titan_fp8moe.export_fp8 import model_config, shards
+from titan_fp8moe.export_fp8 import fp8_tensors, model_config, shards
 from titan_fp8moe.export_fp8.sources import TensorInfo
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.torchtitan import dry_run
@@ -169,6 +171,29 @@ def test_filters_and_linears_of_the_job(export_job, tmp_path):
     out = tmp_path / "linears"
     assert "60 matrices in FP8" in export_job("--fp8_flow_moe.linear_fqns=attention.wo.", out=out)
     assert load(out)["model.layers.0.self_attn.o_proj.weight"].dtype == recipe.FP8
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_what_the_published_model_has_in_fp32(job, export_job, assets, tmp_path, damage):
+    """Stays so, in files and of a live model. Weights that are a pointer of git-lfs say nothing."""
+    model, args, state = job
+    gate, norm = "model.layers.1.mlp.gate.weight", "model.norm.weight"
+    hf = DeepSeekV3StateDictAdapter(args, None).to_hf(state)
+    published = {name: value if name in (gate, norm) else value.bfloat16() for name, value in hf.items()}
+    folder = shutil.copytree(assets, tmp_path / "published")
+    save_file({name: value.contiguous() for name, value in published.items()}, folder / "model.safetensors")
+    if damage:
+        (folder / "model.safetensors").write_text("version https://git-lfs")
+    said = export_job("--verify", assets=folder, out=tmp_path / "out")
+    rounded = 26 if damage else 24
+    assert f"\n{rounded} tensors are rounded from fp32 to bf16" in said
+    assert f"142 tensors are the checkpoint's, bit for bit after rounding {rounded} from fp32 to bf16; " in said
+    live = copy.deepcopy(model).to_empty(device="cpu")
+    live.load_state_dict(state)
+    buckets = fp8_tensors(live, adapter=DeepSeekV3StateDictAdapter(args, str(folder)))
+    for got in (load(tmp_path / "out"), {name: value for bucket in buckets for name, value in bucket.items()}):
+        for name in (gate, norm, gate.replace("1", "2"), "lm_head.weight"):
+            assert_equal([got[name]], [hf[name] if name in (gate, norm) and not damage else hf[name].bfloat16()])
 
 
 def test_one_tensor_at_a_time(export_job, tmp_path, monkeypatch):

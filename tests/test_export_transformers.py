@@ -125,7 +125,7 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
     assert fp8 == {name for name in want if ".experts." in name and name.endswith(".weight")} and fp8
     for name, value in want.items():
         if name not in fp8:
-            assert torch.equal(got[name], value.bfloat16() if "score_correction_bias" not in name else value), name
+            assert_equal([got[name]], [value])
             continue
         N, K = value.shape
         blocks = torch.nn.functional.pad(value.float().abs(), (0, -K % 128, 0, -N % 128))
@@ -134,6 +134,53 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
         error = (got[name] - value.float()).abs()
         assert (error <= torch.maximum(value.float().abs() / 16, scale * 2**-10)).all(), name
         assert error.any()
+
+
+def own_fp32(model) -> None:
+    """Parameters and buffers that a user keeps in fp32 in a bf16 model."""
+    for norm in (model.model.norm, model.model.layers[0].self_attn.q_norm):
+        norm.float()
+    model.model.layers[1].register_buffer("temperature", torch.rand(3))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kept"),
+    [
+        ("Glm4Moe", None, ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]),
+        ("Lfm2Moe", None, ["feed_forward.expert_bias"]),
+        ("Ernie4_5_Moe", None, ["mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"]),
+        ("DeepseekV2", None, ["mlp.gate.weight"]),
+        ("Qwen3Moe", own_fp32, ["model.norm.weight", "layers.0.self_attn.q_norm.weight", "layers.1.temperature"]),
+    ],
+)
+def test_fp32_of_a_bf16_model_stays(family, changes, kept, tmp_path, monkeypatch):
+    """Routers that Transformers keeps in fp32 choose the same experts, from files and from the live model's tensors."""
+    from titan_fp8moe.export_fp8 import fp8_tensors
+
+    config_class = getattr(transformers, f"{family}Config")
+    known = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
+    sizes = {key: value for key, value in SIZES.items() if key in known | {*config_class.attribute_map}}
+    if family == "Lfm2Moe":
+        sizes["num_dense_layers"] = 0
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes | dict(dtype="float32")))
+    model.save_pretrained(tmp_path / "first")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
+    (changes or (lambda model: None))(model)
+    for value in model.state_dict().values():
+        if value.dtype == torch.float32:
+            value += torch.rand_like(value) * 1e-3  # no values of bf16
+    model.save_pretrained(tmp_path / "hf")
+    export(monkeypatch, tmp_path / "hf", tmp_path / "fp8", "--verify")
+    want, files = (
+        {k: v for file in (tmp_path / folder).glob("*.safetensors") for k, v in load_file(file).items()}
+        for folder in ("hf", "fp8")
+    )
+    live = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
+    fp32 = [name for name, value in want.items() if value.dtype == torch.float32]
+    assert all(any(name.endswith(part) for name in fp32) for part in kept), fp32
+    for got in (files, live):
+        assert {n for n, v in got.items() if v.dtype == torch.float32 and not n.endswith("_scale_inv")} == {*fp32}
+        assert_equal([got[name] for name in fp32], [want[name] for name in fp32])
 
 
 def test_dequantized_by_transformers(exported):

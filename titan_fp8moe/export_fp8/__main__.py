@@ -21,7 +21,7 @@ import torch
 from titan_fp8moe.export_fp8 import shards
 from titan_fp8moe.export_fp8.format import ROUTED
 from titan_fp8moe.export_fp8.model_config import check_config
-from titan_fp8moe.export_fp8.sources import ConfigValues, HuggingFaceSource, Source
+from titan_fp8moe.export_fp8.sources import ConfigValues, HuggingFaceSource, Source, published_fp32
 from titan_fp8moe.recipe import TILE
 
 
@@ -155,11 +155,14 @@ def main() -> None:
     logging.getLogger().setLevel(logging.WARNING)
     try:
         source, fp8, quantized_from, trained, assets = _open(args, overrides)
-        plan = shards.make_plan(source, _precisions(source, fp8, quantized_from), int(args.shard_gb * 1e9))
+        precisions = _precisions(source, fp8, quantized_from)
+        plan = shards.make_plan(source, precisions, published_fp32(assets), int(args.shard_gb * 1e9))
         compared = check_config(source, trained, assets)
         kept = plan.modules_to_not_convert
         origin = "" if quantized_from is None else f" from {quantized_from}"
-        print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules in bf16, {len(plan.shards)} shards")
+        print(f"{len(plan.fp8)} matrices in FP8{origin}, {len(kept)} modules not, {len(plan.shards)} shards")
+        if plan.rounded:
+            print(f"{plan.rounded} tensors are rounded from fp32 to bf16")
         for warning in _warnings(plan):
             print(f"warning: {warning}", file=sys.stderr)
         if not args.verify_only:
@@ -167,8 +170,10 @@ def main() -> None:
             shards.write_config(plan, assets, args.out)
         if args.verify or args.verify_only:
             count, keys = shards.verify(plan, assets, args.out), ", ".join(compared)
+            rounded = f" after rounding {plan.rounded} from fp32 to bf16" if plan.rounded else ""
             print(
-                f"verified: {count} tensors are the checkpoint's, bit for bit; it has what config.json states of {keys}"
+                f"verified: {count} tensors are the checkpoint's, bit for bit{rounded}; it has what config.json states "
+                f"of {keys}"
             )
     except (AssertionError, ImportError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -1,6 +1,8 @@
 """DeepSeek's FP8 format: the tensors of an export for one tensor of a model. Files and live models share it."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -9,21 +11,49 @@ from titan_fp8moe import recipe
 from titan_fp8moe.recipe import FP8_NAN
 
 ROUTED = ".experts."
-_KEEPS_DTYPE = ("e_score_correction_bias",)  # the router's balance, which DeepSeek publishes in fp32
+# The router's balance of DeepSeek, LFM2 and others: never a master value, as no optimizer changes it.
+_BALANCE = "e_score_correction_bias", "expert_bias"
+
+
+def main_dtype(tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> torch.dtype:
+    """The dtype of most values of a model, from its tensors' shapes and dtypes."""
+    counts: Counter[torch.dtype] = Counter()
+    for shape, dtype in tensors:
+        counts[dtype] += math.prod(shape)
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def stays_fp32(name: str, model: torch.dtype, published: Collection[str] = ()) -> bool:
+    """Whether an fp32 tensor that training does not quantize stays fp32.
+
+    In a bf16 model it does, since someone chose fp32 for it, such as Transformers for many routers. In an fp32 model it
+    is a master value, of which training usually reads bf16.
+
+    Args:
+        model: the model's :func:`main_dtype`.
+        published: the names that the published model has in fp32.
+    """
+    return model != torch.float32 or name in published or name.endswith(_BALANCE)
 
 
 def exported(
-    name: str, value: Tensor, precision: torch.dtype | None, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    name: str,
+    value: Tensor,
+    precision: torch.dtype | None,
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]],
+    model: torch.dtype = torch.float32,
+    published: Collection[str] = (),
 ) -> dict[str, Tensor]:
     """The exported tensors of one of a model's, by name.
 
     Args:
         precision: what training quantizes it from; None for a tensor that stays as it is, or becomes bf16.
         quantize: :func:`titan_fp8moe.recipe.quantize_weight`, or an equal of it.
+        model, published: as for :func:`stays_fp32`.
     """
     if precision is None:
-        keeps = not value.is_floating_point() or name.endswith(_KEEPS_DTYPE)
-        return {name: value.contiguous() if keeps else value.bfloat16().contiguous()}
+        stays = value.dtype == torch.float32 and stays_fp32(name, model, published)
+        return {name: (value if stays or not value.is_floating_point() else value.bfloat16()).contiguous()}
     N, K = value.shape
     q_1NK, scale = quantize(value.to(precision).unsqueeze(0))
     q = q_1NK[0, :N, :K].contiguous()  # without the zeros that pad the last blocks

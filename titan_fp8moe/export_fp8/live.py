@@ -6,6 +6,7 @@ The names, values and scales are those that ``python -m titan_fp8moe.export_fp8`
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from titan_fp8moe import ops
-from titan_fp8moe.export_fp8.format import ROUTED, check_experts, check_merged, exported, has_nan
+from titan_fp8moe.export_fp8.format import ROUTED, check_experts, check_merged, exported, has_nan, main_dtype
+from titan_fp8moe.export_fp8.sources import published_fp32
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
@@ -34,13 +36,14 @@ def fp8_tensors(
 ) -> Iterator[dict[str, Tensor]]:
     """Yields a model's tensors in DeepSeek's format, by Hugging Face's names and on their device.
 
-    Matrices that training multiplies in FP8 become e4m3 values with ``weight_scale_inv``, everything else bf16. What is
-    bf16 already is the model's own: do not write to it, and send a bucket before you train on. Under FSDP and expert
-    parallelism all ranks iterate together.
+    Matrices that training multiplies in FP8 become e4m3 values with ``weight_scale_inv``, everything else bf16. Fp32
+    tensors of a bf16 model, such as routers, stay fp32. What keeps its dtype is the model's own memory: do not write to
+    it, and send a bucket before you train on. Under FSDP and expert parallelism all ranks iterate together.
 
     Args:
         model: of Transformers, or of torchtitan with ``adapter``; also compiled or in DDP.
-        adapter: torchtitan's state-dict adapter of the model, ``train_spec.state_dict_adapter(model_args, None)``.
+        adapter: torchtitan's state-dict adapter of the model, ``train_spec.state_dict_adapter(model_args, None)``. With
+            ``hf_assets_path`` instead of None, what the weights in that folder have in fp32 stays fp32.
         quantize: quantize the matrices with one of these strings in their name. By default those that the model
             multiplies in FP8, as its modules name them, and in a model without any the routed experts'.
         quantized_from: the precision that training quantizes from. By default the parameters'; FSDP with mixed
@@ -55,8 +58,14 @@ def fp8_tensors(
     """
     bucket: dict[str, Tensor] = {}
     size = 0
-    for name, value, precision in _named_values(model, adapter, quantize, quantized_from, gather):
-        tensors = exported(name, value, precision, lambda w: ops.quantize_weight(w))
+    while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
+        model = cast(nn.Module, inner)
+    check_merged(state := _state(model))
+    dtype = main_dtype((value.shape, value.dtype) for value in state.values())
+    assets = getattr(adapter, "hf_assets_path", None)
+    published = published_fp32(Path(assets)) if assets else set()
+    for name, value, precision in _named_values(model, state, adapter, quantize, quantized_from, gather):
+        tensors = exported(name, value, precision, lambda w: ops.quantize_weight(w), dtype, published)
         more = sum(tensor.nbytes for tensor in tensors.values())
         if bucket and size + more > bucket_bytes:
             yield _checked(bucket)
@@ -76,15 +85,17 @@ def _checked(bucket: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _named_values(
-    model: Any, adapter: Any, quantize: Sequence[str] | None, quantized_from: torch.dtype | None, gather: bool
+    model: nn.Module,
+    state: dict[str, Tensor],
+    adapter: Any,
+    quantize: Sequence[str] | None,
+    quantized_from: torch.dtype | None,
+    gather: bool,
 ) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
     """Hugging Face's name of each tensor, its value, and the precision that it is quantized from, if it is."""
-    while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
-        model = inner
     to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
     fp8 = {plain_name(name) for name in _fp8_names(model)}
     found = False
-    check_merged(state := _state(model))
     for key, value in state.items():
         if value.dtype == FP8 or (value.dtype == torch.uint8 and key in fp8):  # Fp8RoutedExperts' bytes
             raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.export_fp8.format import ROUTED, check_experts, exported, has_nan
+from titan_fp8moe.export_fp8.format import ROUTED, check_experts, exported, has_nan, main_dtype, stays_fp32
 from titan_fp8moe.export_fp8.model_config import read_config
 from titan_fp8moe.export_fp8.sources import INDEX, HuggingFaceSource, Source, open_safetensors, read_json
 from titan_fp8moe.recipe import FP8, TILE
@@ -36,6 +36,8 @@ class Plan:
     Attributes:
         source: the checkpoint.
         fp8: by name of each matrix that is quantized, the precision that training quantizes it from.
+        fp32: the names of the other tensors that stay fp32.
+        rounded: the number of tensors that are fp32 in the source and bf16 in the export.
         shards: the names of the source's tensors in each file.
         modules_to_not_convert: the modules whose matrices stay bf16.
         fingerprint: changes with the source, and with what is done to it.
@@ -43,6 +45,8 @@ class Plan:
 
     source: Source
     fp8: dict[str, torch.dtype]
+    fp32: set[str]
+    rounded: int
     shards: list[list[str]]
     modules_to_not_convert: list[str]
     fingerprint: str
@@ -51,22 +55,32 @@ class Plan:
         return f"model-{shard + 1:05}-of-{len(self.shards):05}.safetensors"
 
 
-def make_plan(source: Source, fp8: dict[str, torch.dtype], shard_bytes: int) -> Plan:
-    """Raises ValueError for matrices that cannot be quantized as asked for."""
+def make_plan(source: Source, fp8: dict[str, torch.dtype], published: set[str], shard_bytes: int) -> Plan:
+    """Raises ValueError for matrices that cannot be quantized as asked for.
+
+    Args:
+        published: the names that the published model has in fp32.
+    """
     _check_source(source)
     _check_quantized(source, fp8)
+    model = main_dtype(source.tensors.values())
+    full = {name for name, info in source.tensors.items() if info.dtype == torch.float32 and name not in fp8}
+    fp32 = {name for name in full if stays_fp32(name, model, published)}
     shards: list[list[str]] = [[]]
     size = 0
     for name, info in source.tensors.items():
-        nbytes = torch.Size(info.shape).numel() * (1 if name in fp8 else min(info.dtype.itemsize, 2))
+        itemsize = 1 if name in fp8 else 4 if name in fp32 else min(info.dtype.itemsize, 2)
+        nbytes = torch.Size(info.shape).numel() * itemsize
         if shards[-1] and size + nbytes > shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
         size += nbytes
     stored = {name: [info.shape, str(info.dtype), str(fp8.get(name))] for name, info in source.tensors.items()}
-    fingerprint = hashlib.sha256(json.dumps([source.identity, stored, shards, FORMAT]).encode()).hexdigest()
-    return Plan(source, fp8, shards, _modules_to_not_convert(source, fp8), fingerprint)
+    identity = [source.identity, stored, sorted(fp32), shards, FORMAT]
+    fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    kept = _modules_to_not_convert(source, fp8)
+    return Plan(source, fp8, fp32, len(full - fp32), shards, kept, fingerprint)
 
 
 def _check_source(source: Source) -> None:
@@ -120,7 +134,7 @@ def convert(plan: Plan, name: str, quantize: Callable[[Tensor], tuple[Tensor, Te
     Raises:
         ValueError: for a matrix with a NaN or Inf.
     """
-    found = exported(name, plan.source.read(name), plan.fp8.get(name), quantize)
+    found = exported(name, plan.source.read(name), plan.fp8.get(name), quantize, published=plan.fp32)
     if name in plan.fp8 and has_nan(found[name]):
         raise ValueError(f"{name} holds a NaN or Inf: this checkpoint is of a run that diverged; export an earlier one")
     return {key: value.cpu() for key, value in found.items()}

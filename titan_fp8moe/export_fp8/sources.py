@@ -3,6 +3,7 @@
 :class:`titan_fp8moe.torchtitan.checkpoint.DcpSource` reads torchtitan's own checkpoints.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -14,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan_fp8moe.export_fp8.format import check_merged
+from titan_fp8moe.export_fp8.format import check_merged, main_dtype
 from titan_fp8moe.trainer.plan import plain_name
 
 INDEX = "model.safetensors.index.json"
@@ -69,8 +70,7 @@ class HuggingFaceSource:
                 name = re.sub(r"^(module\.|base_model\.model\.)+", "", plain_name(stored))  # DDP's, DeepSpeed's, PEFT's
                 if name in self.tensors:
                     raise ValueError(f"{folder} has {name} twice, the second in {path.name}; keep one of the two")
-                part = file.get_slice(stored)
-                self.tensors[name] = TensorInfo(tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), torch.uint8))
+                self.tensors[name] = _info(file.get_slice(stored))
                 self.stored[name] = file, stored
                 held.append((stored, path.name))
         if weight_map is not None and (wrong := weight_map.items() ^ set(held)):
@@ -85,6 +85,24 @@ class HuggingFaceSource:
     def read(self, name: str) -> Tensor:
         file, stored = self.stored[name]
         return file.get_tensor(stored)
+
+
+def published_fp32(folder: Path) -> set[str]:
+    """The names that the weights of a published model have in fp32; none without weights, or if all are fp32.
+
+    Files that cannot be read count as none: a folder for its tokenizer may hold git-lfs's pointers.
+    """
+    found: dict[str, TensorInfo] = {}
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
+            found |= {name: _info(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118  not a dict
+    if not found or main_dtype(found.values()) == torch.float32:
+        return set()
+    return {name for name, info in found.items() if info.dtype == torch.float32}
+
+
+def _info(part: Any) -> TensorInfo:
+    return TensorInfo(tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), torch.uint8))
 
 
 def _model_files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
