@@ -290,6 +290,23 @@ def test_out_inside_the_checkpoint(export_job, checkpoint):  # noqa: F811
     shutil.rmtree(out)
 
 
+def test_files_in_subfolders(export, tmp_path):  # noqa: F811
+    """Are copied, but for other kinds and for folders that hold weights; these are named."""
+    folder, out = write(tmp_path / "hf", model()), tmp_path / "hf" / "fp8"
+    copied = {"additional_chat_templates/tool_use.jinja", "encoding/encoding.py", "encoding/tests/in.json"}
+    left = {"README.md", "encoding/README.md", "figures/speed.png"}
+    weights = {"checkpoint-5/config.json", "checkpoint-5/model.safetensors", "original/params.json", "original/m.pth"}
+    hidden = {".cache/huggingface/in.json", ".gitattributes"}
+    for name in copied | left | weights | hidden:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    said = export(folder, out, "--verify")
+    assert f"not copied from {folder}: {', '.join(sorted(left | {'checkpoint-5/', 'original/'}))}\n" in said
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert found == copied | {"config.json", INDEX, "model-00001-of-00001.safetensors"}
+    assert all((out / name).read_text() == name for name in copied)
+
+
 @pytest.mark.parametrize("mask", [0o077, 0o027, 0o002])
 def test_files_follow_the_umask(export, tmp_path, mask):  # noqa: F811
     folder = write(tmp_path / "hf", model())

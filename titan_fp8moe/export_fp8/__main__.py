@@ -24,6 +24,8 @@ from titan_fp8moe.export_fp8.model_config import check_config
 from titan_fp8moe.export_fp8.sources import ConfigValues, HuggingFaceSource, Source, published_fp32
 from titan_fp8moe.recipe import TILE
 
+_NAMED = 20  # files that an export leaves behind
+
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
@@ -167,7 +169,8 @@ def main() -> None:
             print(f"warning: {warning}", file=sys.stderr)
         if not args.verify_only:
             shards.write_shards(plan, args.out, _device(), lambda line: print(line, flush=True))
-            shards.write_config(plan, assets, args.out)
+            if left := shards.write_config(plan, assets, args.out):
+                print(f"not copied from {assets}: {', '.join(left[:_NAMED])}{', ...' * (len(left) > _NAMED)}")
         if args.verify or args.verify_only:
             count, keys = shards.verify(plan, assets, args.out), ", ".join(compared)
             rounded = f" after rounding {plan.rounded} from fp32 to bf16" if plan.rounded else ""

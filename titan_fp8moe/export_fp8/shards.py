@@ -26,6 +26,8 @@ FORMAT = {
     "weight_block_size": [TILE, TILE],
     "scale_fmt": "ue8m0",
 }
+_COPIED = ".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"
+_WEIGHTS = ".bin", ".distcp", ".gguf", ".pt", ".pth", ".safetensors"
 _METADATA = "titan_fp8moe.export_fp8"  # in each shard's header: the plan that it belongs to
 
 
@@ -181,14 +183,27 @@ def _fingerprint(path: Path) -> str | None:
         return (file.metadata() or {}).get(_METADATA)
 
 
-def write_config(plan: Plan, assets: Path, out: Path) -> None:
-    """Copies the small files of ``assets``, with what is FP8 in config.json. It comes last: its presence says that the
-    export is complete."""
+def write_config(plan: Plan, assets: Path, out: Path) -> list[str]:
+    """Copies the small files of ``assets`` and its subfolders, with what is FP8 in config.json; returns what it leaves.
+
+    config.json comes last: its presence says that the export is complete.
+    """
+    left = []
     for path in sorted(assets.iterdir()):
-        copied = path.suffix in (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-        if copied and path.name not in ("config.json", INDEX):
-            (out / path.name).write_bytes(path.read_bytes())
+        if path.name.startswith(".") or path.name in ("config.json", INDEX) or path.resolve() == out.resolve():
+            continue
+        files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+        if path.is_dir() and any(file.suffix in _WEIGHTS for file in files):  # another model's or another format's
+            left.append(f"{path.name}/")
+            continue
+        for name in (file.relative_to(assets) for file in files):
+            if name.suffix in _COPIED:
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                (out / name).write_bytes((assets / name).read_bytes())
+            elif name.suffix != ".safetensors":
+                left.append(str(name))
     write_json(out / "config.json", expected_config(plan, assets))
+    return left
 
 
 def expected_config(plan: Plan, assets: Path) -> dict[str, Any]:
