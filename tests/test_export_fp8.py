@@ -1,4 +1,4 @@
-"""The FP8 export: what it writes, that torchtitan reads it back, resuming, verification and refusals."""
+"""The FP8 export of torchtitan's checkpoints: what it writes, that torchtitan reads it back, and what a job says."""
 
 import copy
 import json
@@ -25,8 +25,8 @@ from tests.layer import assert_equal, refused
 from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
-from titan_fp8moe.export_fp8 import fp8_tensors, model_config, shards
-from titan_fp8moe.export_fp8.sources import TensorInfo
+from titan_fp8moe.export_fp8 import files, fp8_tensors, model_config
+from titan_fp8moe.export_fp8.files import TensorInfo
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
@@ -152,7 +152,7 @@ def test_files(job, export_job, tmp_path):
     quantization = config.pop("quantization_config")
     assert config == CONFIG | {"torch_dtype": "bfloat16"}
     kept = quantization.pop("modules_to_not_convert")
-    assert quantization == shards.FORMAT and shards.FORMAT["scale_fmt"] == "ue8m0"
+    assert quantization == files.FORMAT and files.FORMAT["scale_fmt"] == "ue8m0"
     matrices = [name for name, value in tensors.items() if value.dtype == torch.bfloat16 and value.ndim == 2]
     assert sorted(kept) == sorted(name.removesuffix(".weight") for name in matrices) and len(kept) == 16
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -186,7 +186,7 @@ def test_what_the_published_model_has_in_fp32(job, export_job, assets, tmp_path,
         (folder / "model.safetensors").write_text("version https://git-lfs")
     said = export_job("--verify", assets=folder, out=tmp_path / "out")
     rounded = 26 if damage else 24
-    assert f"\n{rounded} tensors are rounded from fp32 to bf16" in said
+    assert f"57 matrices in FP8 from fp32, {rounded} tensors rounded from fp32 to bf16\n" in said
     assert f"142 tensors are the checkpoint's, bit for bit after rounding {rounded} from fp32 to bf16; " in said
     live = copy.deepcopy(model).to_empty(device="cpu")
     live.load_state_dict(state)
@@ -211,119 +211,18 @@ def test_one_tensor_at_a_time(export_job, tmp_path, monkeypatch):
     assert len(read) <= len({keys[0] for keys in read}) + shards_written
 
 
-# --- Hugging Face's folders -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hf(tmp_path) -> Path:
-    """A folder of two layers of experts; the hidden dim is no multiple of 128."""
-    return write_hf(tmp_path / "hf")
-
-
-def write_hf(folder: Path, dtype=torch.bfloat16, **changes) -> Path:
-    folder.mkdir()
-    shapes = {"model.embed_tokens.weight": (64, 256), "model.norm.weight": (256,)}
-    for layer in range(2):
-        for e in range(2):
-            for part, shape in (("gate", (200, 256)), ("up", (200, 256)), ("down", (256, 200))):
-                shapes[f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"] = shape
-        shapes[f"model.layers.{layer}.mlp.gate.weight"] = (2, 256)
-    state = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | changes
-    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
-    config = dict(num_hidden_layers=2, hidden_size=256, vocab_size=64, num_experts=2)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_resumes(hf, export, tmp_path):
-    """Complete shards stay as they are; the others are written, whatever an interruption has left."""
-    out, options = tmp_path / "out", ("--shard-gb", 2e-4)
-    export(hf, out, *options)
-    files, config = sorted(out.glob("*.safetensors")), out / "config.json"
-    before = {path: (path.stat().st_mtime_ns, load_file(path)) for path in files}
-    assert len(files) > 2
-    files[1].unlink()
-    config.unlink()
-    (out / "model-00002.new").write_text("half a file")
-    output = export(hf, out, *options, "--verify")
-    assert output.count("was there") == len(files) - 1
-    assert load_file(files[1]).keys() == before[files[1]][1].keys() and config.exists()
-    assert all(path.stat().st_mtime_ns == before[path][0] for path in files if path != files[1])
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("weight", lambda t: t.view(torch.uint8)[3, 5].add_(1), "up_proj.weight "),
-        ("weight_scale_inv", lambda t: t.mul_(2), "weight_scale_inv differs"),
-        ("model.norm.weight", lambda t: t.mul_(2), "model.norm.weight differs"),
-    ],
-)
-def test_verify_finds_one_wrong_byte(hf, export, tmp_path, name, damage, message):
-    export(hf, tmp_path / "out")
-    (file,) = (tmp_path / "out").glob("*.safetensors")
-    tensors = load_file(file)
-    damage(tensors[name if "norm" in name else f"model.layers.0.mlp.experts.1.up_proj.{name}"])
-    save_file(tensors, file)
-    with refused("error: ", message, error=SystemExit):
-        export(hf, tmp_path / "out", "--verify-only")
-
-
-def test_verify_finds_a_tensor_too_many(hf, export, tmp_path):
-    out = tmp_path / "out"
-    export(hf, out)
-    (file,) = out.glob("*.safetensors")
-    save_file(load_file(file) | {"model.extra": torch.ones(1)}, file)
-    path = out / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["weight_map"]["model.extra"] = file.name
-    path.write_text(json.dumps(index))
-    with refused("has 1 tensors that the checkpoint lacks, such as model.extra", error=SystemExit):
-        export(hf, out, "--verify-only")
-
-
-def test_verify_reads_the_config(hf, export, tmp_path):
-    assert "warning: 12 matrices such as model.layers.0.mlp.experts.0.down_proj" in export(hf, tmp_path / "out")
-    assert "verified: 28 tensors" in export(hf, tmp_path / "out", "--verify-only")
-    path = tmp_path / "out/config.json"
-    path.write_text(path.read_text().replace('"ue8m0"', '"none"'))
-    with refused("config.json is not what this export writes", error=SystemExit):
-        export(hf, tmp_path / "out", "--verify-only")
-    path.unlink()
-    with refused("has no config.json: the export is incomplete", error=SystemExit):
-        export(hf, tmp_path / "out", "--verify-only")
-
-
-E0 = "model.layers.0.mlp.experts.0.up_proj.weight"
-FUSED = "model.layers.0.mlp.experts.gate_up_proj"
-NOT_FINITE = f"{E0} holds a NaN or Inf", "diverged"
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "said"),
-    [
-        ({}, "--quantized-from fp32", ["checkpoint has torch.bfloat16: the values are lost"]),
-        ({"dtype": torch.float32}, "", ["is fp32, but training may have", "pass --config"]),
-        ({"dtype": torch.float16}, "", ["is torch.float16, which is not what training wrote"]),
-        ({E0: torch.zeros(200, 256).to(recipe.FP8)}, "", ["is FP8 already: export from the checkpoint that training"]),
-        ({E0: torch.full((200, 256), torch.nan).bfloat16()}, "", NOT_FINITE),
-        ({E0: torch.full((200, 256), torch.inf).bfloat16()}, "", NOT_FINITE),
-        ({FUSED: torch.zeros(2, 400, 256).bfloat16()}, "", ["one matrix per expert"]),
-        ({}, "--quantize .expert.", ["--quantize has '.expert.', which matches no tensor"]),
-        ({}, "--quantize norm", ["is no matrix of a linear layer; narrow --quantize"]),
-        ({}, "--filter-fqns layers.7.", ["--filter-fqns has 'layers.7.', which matches no tensor"]),
-        ({}, "--filter-fqns layers.", ["nothing is quantized"]),
-        ({}, "--filter-fqns experts.1.", ["some matrices of model.layers.0.mlp.experts would be FP8 and others bf16"]),
-        ({}, "--assets /nowhere", ["/nowhere/config.json does not exist; --assets names"]),
-        ({"model.embed_tokens.weight": torch.zeros(9, 256)}, "", ["vocab_size = 64, but model.embed_tokens"]),
-        ({}, "--config nowhere.toml", ["No such file or directory: 'nowhere.toml'"]),
-    ],
-)
-def test_refusals(export, tmp_path, changes, options, said):
-    folder = write_hf(tmp_path / "hf", **changes)
-    with refused("error: ", *said, error=SystemExit):
-        export(folder, tmp_path / "out", *options.split())
-    assert not (tmp_path / "out/config.json").exists()
+def test_wrong_arguments(checkpoint, export, tmp_path):
+    said = "is a checkpoint of torchtitan's: name its TOML file with --config"
+    for arguments, error in (
+        ([checkpoint], said),
+        ([tmp_path], "has neither .metadata"),
+        ([checkpoint, "--world-size", "8"], "2"),
+        ([checkpoint, "--no-such-option"], "2"),
+        ([checkpoint, "--config", TOML, "--quantize", ".experts."], "2"),
+        ([checkpoint, "--config", TOML, "--filter-fqns", "layers.1."], "2"),
+    ):
+        with refused(error, error=SystemExit):
+            export(arguments[0], tmp_path / "out", *arguments[1:])
 
 
 def test_refusals_of_the_job(export_job, tmp_path, monkeypatch):
@@ -408,31 +307,9 @@ def test_tensors_without_a_name_are_told(export, tmp_path, monkeypatch):
     job = Job(TOML, options)
     dcp.save({name: torch.zeros(shape) for name, shape in job.shapes.items()}, checkpoint_id=tmp_path / "step-1")
     (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=2, rope_theta=1e6)))
-    monkeypatch.setattr(shards, "write_shards", lambda *_: None)
-    (tmp_path / "out").mkdir()
     options += ["--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32"]
     said = export(tmp_path / "step-1", tmp_path / "out", *options)
     assert "left out are 2 tensors such as layers.0.moe.expert_bias" in said
-
-
-def test_wrong_folders(hf, checkpoint, export, tmp_path):
-    out = tmp_path / "out"
-    for arguments, said in (
-        ((tmp_path, out), "has neither .metadata"),
-        ((checkpoint, out), "is a checkpoint of torchtitan's: name its TOML file with --config"),
-        ((hf, hf), "OUT is SOURCE"),
-    ):
-        with refused(said, error=SystemExit):
-            export(*arguments)
-    export(hf, out)
-    with refused("of another checkpoint, or of other settings", error=SystemExit):
-        export(hf, out, "--shard-gb", 2e-4)
-    (hf / "model.safetensors").touch()  # as if training had gone on and saved again
-    with refused("of another checkpoint, or of other settings", error=SystemExit):
-        export(hf, out)
-    for options in (f"--config {TOML} --quantize .experts.", "--world-size 8", "--no-such-option"):
-        with refused("2", error=SystemExit):
-            export(hf, out, *options.split())
 
 
 def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str, set[str]]:

@@ -16,8 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from titan_fp8moe import ops
-from titan_fp8moe.export_fp8.format import ROUTED, check_experts, check_merged, exported, has_nan, main_dtype
-from titan_fp8moe.export_fp8.sources import published_fp32
+from titan_fp8moe.export_fp8.format import ROUTED, check_merged, exported, has_nan, is_matrix, main_dtype
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
@@ -56,68 +55,56 @@ def fp8_tensors(
         ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged,
             parametrized or pruned weights, tied ones that differ, or settings that do not fit.
     """
-    bucket: dict[str, Tensor] = {}
-    size = 0
     while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
         model = cast(nn.Module, inner)
     check_merged(state := _state(model))
-    dtype = main_dtype((value.shape, value.dtype) for value in state.values())
-    assets = getattr(adapter, "hf_assets_path", None)
-    published = published_fp32(Path(assets)) if assets else set()
-    for name, value, precision in _named_values(model, state, adapter, quantize, quantized_from, gather):
-        tensors = exported(name, value, precision, lambda w: ops.quantize_weight(w), dtype, published)
-        more = sum(tensor.nbytes for tensor in tensors.values())
-        if bucket and size + more > bucket_bytes:
-            yield _checked(bucket)
-            bucket, size = {}, 0
-        bucket |= tensors
-        size += more
-    if bucket:
-        yield _checked(bucket)
+    is_fp32 = main_dtype((value.shape, value.dtype) for value in state.values()) == torch.float32
+    published: set[str] = set()
+    if assets := getattr(adapter, "hf_assets_path", None):
+        from titan_fp8moe.export_fp8.files import published_fp32  # needs safetensors
 
-
-def _checked(bucket: dict[str, Tensor]) -> dict[str, Tensor]:
-    flags = [has_nan(tensor) for tensor in bucket.values() if tensor.dtype == FP8]
-    if flags and torch.stack(flags).any():  # one host-device sync per bucket
-        bad = [name for name, tensor in bucket.items() if tensor.dtype == FP8 and has_nan(tensor)]
-        raise ValueError(f"{bad[0]} holds a NaN or Inf: the run has diverged; load an earlier checkpoint")
-    return bucket
-
-
-def _named_values(
-    model: nn.Module,
-    state: dict[str, Tensor],
-    adapter: Any,
-    quantize: Sequence[str] | None,
-    quantized_from: torch.dtype | None,
-    gather: bool,
-) -> Iterator[tuple[str, Tensor, torch.dtype | None]]:
-    """Hugging Face's name of each tensor, its value, and the precision that it is quantized from, if it is."""
+        published = published_fp32(Path(assets))
     to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
     fp8 = {plain_name(name) for name in _fp8_names(model)}
-    found = False
+    parts = quantize or ([] if fp8 else [ROUTED])
+    bucket: dict[str, Tensor] = {}
+    size, found = 0, False
     for key, value in state.items():
         if value.dtype == FP8 or (value.dtype == torch.uint8 and key in fp8):  # Fp8RoutedExperts' bytes
             raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
-        named = quantize is None and key in fp8
         for name, part in _parts(key, value, to_hf, gather):
-            chosen = named or (not (fp8 and quantize is None) and any(s in name for s in quantize or [ROUTED]))
-            if named or (chosen and ROUTED in name):
-                check_experts(name, part.dim())
-            if not chosen or part.dim() != 2 or not name.endswith(".weight"):
-                yield name, part, None
-                continue
-            if quantized_from is None and isinstance(value, DTensor) and value.dtype == torch.float32:
-                raise ValueError(
-                    f"{name} is fp32 and sharded, and FSDP may gather it in bf16; set quantized_from to torch.bfloat16 "
-                    "with mixed precision, else to torch.float32"
-                )
-            found = True
-            yield name, part, quantized_from or part.dtype
+            precision = None
+            chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
+            if chosen and is_matrix(name, part.dim()):
+                precision, found = quantized_from or _own_precision(name, value), True
+            stays = not is_fp32 or name in published
+            tensors = exported(name, part, precision, lambda w: ops.quantize_weight(w), stays)
+            more = sum(tensor.nbytes for tensor in tensors.values())
+            if bucket and size + more > bucket_bytes:
+                yield _checked(bucket)
+                bucket, size = {}, 0
+            bucket |= tensors
+            size += more
     if not found:
+        raise ValueError("nothing is quantized: no module is converted, and quantize or .experts. matches no matrix")
+    yield _checked(bucket)
+
+
+def _checked(bucket: dict[str, Tensor]) -> dict[str, Tensor]:
+    flags = {name: has_nan(tensor) for name, tensor in bucket.items() if tensor.dtype == FP8}
+    if flags and torch.stack([*flags.values()]).any():  # one host-device sync per bucket
+        bad = next(name for name, flag in flags.items() if flag)
+        raise ValueError(f"{bad} holds a NaN or Inf: the run has diverged; load an earlier checkpoint")
+    return bucket
+
+
+def _own_precision(name: str, value: Tensor) -> torch.dtype:
+    if isinstance(value, DTensor) and value.dtype == torch.float32:
         raise ValueError(
-            "nothing is quantized: the model has no converted modules and no routed experts that quantize matches"
+            f"{name} is fp32 and sharded, and FSDP may gather it in bf16; set quantized_from to torch.bfloat16 with "
+            "mixed precision, else to torch.float32"
         )
+    return value.dtype
 
 
 def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool) -> Iterator[tuple[str, Tensor]]:
@@ -146,22 +133,19 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     state = {plain_name(key): value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
     named = model.named_parameters(remove_duplicate=False)
     owners = {plain_name(name): id(param) for name, param in named}
-    if (tied := cast(Any, getattr(model, "all_tied_weights_keys", None))) is not None:
-        apart = dict(state)
-        for copy, original in tied.items():
-            if copy not in state or original not in state:
-                continue
-            del apart[copy]
-            if owners.get(copy) != owners.get(original) and not torch.equal(state[copy], state[original]):
-                raise ValueError(
-                    f"{copy} differs from {original}, to which the model's config ties it, and an engine would have "
-                    "one of them; set config.tie_word_embeddings to False, save the model and load it again"
-                )
-        return apart
-    found: dict[Any, tuple[str, Tensor]] = {}
-    for key, value in state.items():
-        found.setdefault(owners.get(key, key), (key, value))
-    return dict(found.values())
+    if (tied := cast(Any, getattr(model, "all_tied_weights_keys", None))) is None:
+        first: dict[Any, str] = {}
+        for key in state:
+            first.setdefault(owners.get(key, key), key)
+        return {key: state[key] for key in first.values()}
+    copies = {copy: original for copy, original in tied.items() if copy in state and original in state}
+    for copy, original in copies.items():
+        if owners.get(copy) != owners.get(original) and not torch.equal(state[copy], state[original]):
+            raise ValueError(
+                f"{copy} differs from {original}, to which the model's config ties it, and an engine would have "
+                "one of them; set config.tie_word_embeddings to False, save the model and load it again"
+            )
+    return {key: value for key, value in state.items() if key not in copies}
 
 
 def _fp8_names(model: nn.Module) -> list[str]:

@@ -6,16 +6,18 @@ Nothing is derived from shapes: what the file does not state is not compared, an
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_fp8moe.export_fp8.sources import ConfigValues, Source, read_json
+from titan_fp8moe.export_fp8.files import Source
 
+# By key of config.json, the values that fit a checkpoint. Errors name the first.
+ConfigValues = dict[str, list[object]]
 # The decoder in Transformers' names. Other stacks of layers are vision towers and multi-token prediction.
 _DECODER = r"(?:model\.language_model\.|language_model\.model\.|thinker\.model\.|model\.llm\.|model\.|backbone\.)?"
 _LAYER = re.compile(rf"{_DECODER}layers\.(\d+)\.")
-_TEXT_CONFIGS = "thinker_config", "text_config", "language_config", "llm_config"
+_NESTED = "thinker_config", "text_config", "language_config", "llm_config", "rope_parameters"
 _NUM_EXPERTS = "n_routed_experts", "num_experts", "num_local_experts"
 # The dims of a decoder's tensors as keys of config.json or products of them. Those of attention differ between models.
 _DIMS = {
@@ -27,40 +29,9 @@ _DIMS = {
     "mlp.experts.*.down_proj.weight": ("hidden_size", "moe_intermediate_size"),
     "mlp.shared_experts.gate_proj.weight": ("n_shared_experts*moe_intermediate_size", "hidden_size"),
 }
-_MOST = 30  # differences in an error
 
 
-class _Stated(dict[str, Any]):
-    """The decoder's values in config.json.
-
-    Attributes:
-        compared: the keys that were asked for and are there.
-    """
-
-    def __init__(self, config: dict[str, Any]):
-        super().__init__(config)
-        for key in (*_TEXT_CONFIGS, "rope_parameters"):
-            self.update(self.get(key) or {})
-        self.update({key: config[key] for key in ("tie_word_embeddings",) if key in config})  # the whole model's
-        self.compared: dict[str, None] = {}
-
-    def number(self, keys: str) -> int | None:
-        """The product of these keys; None unless all are stated."""
-        numbers: list[Any] = [self.get(key) for key in keys.split("*")]
-        if not all(isinstance(number, int) for number in numbers):
-            return None
-        self.compared |= dict.fromkeys(keys.split("*"))
-        return math.prod(numbers)
-
-    def kind(self, layer: int, num_layers: int) -> list[object]:
-        """The entries for this layer in lists that have one per layer, such as ``layer_types``."""
-        return [v[layer] for v in self.values() if isinstance(v, list | str) and len(v) == num_layers]
-
-
-def read_config(assets: Path) -> dict[str, Any]:
-    if not (path := assets / "config.json").exists():
-        raise ValueError(f"{path} does not exist; --assets names a folder with the model's config.json and tokenizer")
-    return read_json(path)
+Fact = tuple[str, Sequence[object], str]  # keys of config.json, the values that fit, and why others do not
 
 
 def check_config(source: Source, trained: ConfigValues, assets: Path) -> list[str]:
@@ -71,49 +42,51 @@ def check_config(source: Source, trained: ConfigValues, assets: Path) -> list[st
 
     Raises:
         ValueError: with the differences, for a checkpoint that is incomplete or another model's.
+        OSError: ``assets`` has no config.json.
     """
-    stated, names = _Stated(read_config(assets)), [*source.tensors]
-    num_layers = stated.number("num_hidden_layers") or len(stated.get("layers_block_type") or ())  # Nemotron's
-    if not num_layers:
-        raise ValueError(f"{assets}/config.json states no num_hidden_layers; pass the model's own config with --assets")
-    if not any(map(_LAYER.match, names)):
-        raise ValueError(
-            f"{names[0]} and the other tensors are of no decoder, such as model.layers.0.; if a wrapper has renamed "
-            "them, save the state dict of the model inside it"
-        )
-    differences = [
-        *_wrong_settings(trained, stated),
-        *_wrong_head(names, stated),
-        *_wrong_dims(source, stated),
-        *_wrong_layers(names, stated, num_layers),
-        *_wrong_experts(names, stated),
-    ]
+    stated, compared, names = _stated(assets), dict[str, None](), [*source.tensors]
+    differences = {difference: difference for difference in (*_wrong_layers(names, stated), *_wrong_experts(names))}
+    settings = ((key, fits, f"the model was trained with {json.dumps(fits[0])}") for key, fits in trained.items())
+    for keys, fits, why in (*_counts(names, stated), *settings, *_head(names), *_dims(source)):
+        parts = keys.split("*")
+        if not all(isinstance(stated.get(key), int) or (key in stated and key in trained) for key in parts):
+            continue  # not stated, or for each layer
+        compared |= dict.fromkeys(parts)
+        value = stated[keys] if keys in stated else math.prod(stated[key] or 0 for key in parts)
+        if value not in fits:
+            differences.setdefault(keys, f"{keys} = {json.dumps(value)}, but {why}")
     if differences:
-        more = "; ..." if len(differences) > _MOST else ""
         raise ValueError(
-            f"{assets}/config.json has {'; '.join(differences[:_MOST])}{more}. Complete the checkpoint, or pass the "
-            "model's own config"
+            f"{assets}/config.json: {'; '.join([*differences.values()][:30])}. Complete the checkpoint, or pass the "
+            "model's own config with --assets"
         )
-    return [*stated.compared]
+    return [*compared]
 
 
-def _wrong_layers(names: list[str], stated: _Stated, num_layers: int) -> Iterator[str]:
-    """Layers that are missing or too many, or that lack a matrix which another layer of their kind has."""
-    layers: dict[int, set[str]] = {layer: set() for layer in range(num_layers)}
-    further = stated.number("num_nextn_predict_layers") or 0  # DeepSeek stores these behind the decoder's
+def _stated(assets: Path) -> dict[str, Any]:
+    """The decoder's values in config.json."""
+    config = json.loads((assets / "config.json").read_bytes())
+    stated = dict(config)
+    for key in _NESTED:
+        stated |= stated.get(key) or {}
+    stated |= {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model's
+    if not stated.get("num_hidden_layers"):
+        stated["num_hidden_layers"] = len(stated.get("layers_block_type", ()))  # Nemotron's
+    return stated
+
+
+def _wrong_layers(names: list[str], stated: dict[str, Any]) -> Iterator[str]:
+    """Layers of the decoder that lack a matrix which another one of their kind has."""
+    layers: dict[int, set[str]] = {layer: set() for layer in range(stated["num_hidden_layers"])}
     for name in names:
-        if (match := _LAYER.match(name)) is None:
-            continue
-        if (layer := int(match[1])) >= num_layers + further:
-            yield f"num_hidden_layers = {num_layers}, but the checkpoint has {name}"
-            return
-        if layer < num_layers and name.endswith(".weight"):
-            layers[layer].add(_of_any_expert(name[match.end() :]))
+        if (match := _LAYER.match(name)) and name.endswith(".weight") and int(match[1]) in layers:
+            layers[int(match[1])].add(_of_any_expert(name[match.end() :]))
+    # A layer's entries in lists that have one per layer, such as layer_types.
+    kinds = [value for value in stated.values() if isinstance(value, list | str) and len(value) == len(layers)]
     for layer, found in layers.items():
         for other, fuller in layers.items():
-            if found < fuller and (not found or stated.kind(layer, num_layers) == stated.kind(other, num_layers)):
-                lacks = f"layers.{layer}.{min(fuller - found)}"
-                yield f"num_hidden_layers = {num_layers}, but the checkpoint lacks {lacks}, which layer {other} has"
+            if found < fuller and (not found or all(kind[layer] == kind[other] for kind in kinds)):
+                yield f"the checkpoint lacks layers.{layer}.{min(fuller - found)}, which layer {other} has"
                 break
 
 
@@ -121,50 +94,52 @@ def _of_any_expert(name: str) -> str:
     return re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
 
 
-def _wrong_experts(names: list[str], stated: _Stated) -> Iterator[str]:
-    """Matrices of experts that are missing or too many. Without a number, the decoder's largest counts."""
-    modules: dict[str, dict[str, set[int]]] = {}
+def _experts(names: list[str]) -> tuple[dict[tuple[str, str], set[int]], dict[str, int]]:
+    """The numbers of each matrix of experts, by module and name in it, and how many experts each module should have.
+
+    Those of the decoder should have as many as the largest.
+    """
+    numbers: dict[tuple[str, str], set[int]] = {}
+    counts: dict[str, int] = {}
     for name in names:
         if match := re.match(r"(.*\bexperts\.)(\d+)(\..+)", name):
-            modules.setdefault(match[1], {}).setdefault(match[3], set()).add(int(match[2]))
-    counts = {module: 1 + max(set().union(*parts.values())) for module, parts in modules.items()}
-    key = next((key for key in _NUM_EXPERTS if stated.number(key)), "experts")
-    count = stated.number(key) or max((count for module, count in counts.items() if _LAYER.match(module)), default=0)
-    for module, parts in modules.items():
-        want = count if _LAYER.match(module) else counts[module]
-        for part, numbers in parts.items():
-            if wrong := numbers ^ {*range(want)}:
-                says = "has" if min(wrong) in numbers else "lacks"
-                yield f"{key} = {want}, but the checkpoint {says} {module}{min(wrong)}{part}"
-                break
+            numbers.setdefault((match[1], match[3]), set()).add(int(match[2]))
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    most = max((count for module, count in counts.items() if _LAYER.match(module)), default=0)
+    return numbers, {module: most if _LAYER.match(module) else count for module, count in counts.items()}
 
 
-def _wrong_dims(source: Source, stated: _Stated) -> Iterator[str]:
-    """Sizes of tensors, each key's first."""
-    told = set()
+def _wrong_experts(names: list[str]) -> Iterator[str]:
+    numbers, counts = _experts(names)
+    for (module, part), found in numbers.items():
+        if missing := {*range(counts[module])} - found:
+            yield f"the checkpoint lacks {module}{min(missing)}{part}"
+
+
+def _counts(names: list[str], stated: dict[str, Any]) -> Iterator[Fact]:
+    """Layers, with those for multi-token prediction that DeepSeek stores behind the decoder's, and experts."""
+    layers = [int(match[1]) + 1 for name in names if (match := _LAYER.match(name))]
+    further = stated.get("num_nextn_predict_layers") or 0
+    why = f"the checkpoint has layers.{max(layers) - 1}" if layers else f"{names[0]} and the others are of no decoder"
+    yield "num_hidden_layers", [max(layers, default=0) - n for n in range(further + 1)], why
+    counts = [count for module, count in _experts(names)[1].items() if _LAYER.match(module)]
+    if counts and (key := next((key for key in _NUM_EXPERTS if stated.get(key)), None)):
+        yield key, counts[:1], f"the checkpoint has {counts[0]}"
+
+
+def _head(names: list[str]) -> Iterator[Fact]:
+    """Embedding and output layer."""
+    if not any("embed" in name for name in names):
+        yield "vocab_size", [], "the checkpoint lacks the embedding"
+    heads = [name for name in names if re.search(r"(^|\.)(lm_head|head|output|unembed)\.weight$", name)]
+    fits = [False] if heads else [True]
+    if heads and not any("lm_head" in name for name in heads):  # an output layer of another name may be another's
+        fits.append(True)
+    yield "tie_word_embeddings", fits, f"the checkpoint {'has ' + heads[0] if heads else 'lacks lm_head.weight'}"
+
+
+def _dims(source: Source) -> Iterator[Fact]:
     for name, info in source.tensors.items():
         kind = _of_any_expert(re.sub(rf"^{_DECODER}(layers\.\d+\.)?", "", name))
         for keys, size in zip(_DIMS.get(kind, ()), info.shape, strict=False):
-            if (want := stated.number(keys)) not in (None, size) and keys not in told:
-                told.add(keys)
-                yield f"{keys} = {want}, but {name} has {size}"
-
-
-def _wrong_head(names: list[str], stated: _Stated) -> Iterator[str]:
-    """Embedding and output layer."""
-    if stated.number("vocab_size") and not any("embed" in name for name in names):
-        yield f"vocab_size = {stated['vocab_size']}, but the checkpoint lacks the embedding"
-    if (tied := stated.get("tie_word_embeddings")) is not None:
-        stated.compared["tie_word_embeddings"] = None
-        heads = [name for name in names if re.search(r"(^|\.)(lm_head|head|output|unembed)\.weight$", name)]
-        if tied and (own := [name for name in heads if "lm_head" in name]):
-            yield f"tie_word_embeddings = {json.dumps(tied)}, but the checkpoint has {own[0]}"
-        if not tied and not heads:
-            yield f"tie_word_embeddings = {json.dumps(tied)}, but the checkpoint lacks lm_head.weight"
-
-
-def _wrong_settings(trained: ConfigValues, stated: _Stated) -> Iterator[str]:
-    for key in (key for key in trained if key in stated):
-        stated.compared[key] = None
-        if stated[key] not in trained[key]:
-            yield f"{key} = {json.dumps(stated[key])}, but the model was trained with {json.dumps(trained[key][0])}"
+            yield keys, [size], f"{name} has {size}"

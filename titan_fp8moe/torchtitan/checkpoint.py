@@ -15,7 +15,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from titan_fp8moe.export_fp8.sources import ConfigValues, TensorInfo, file_identity
+from titan_fp8moe.export_fp8.files import Source, TensorInfo
+from titan_fp8moe.export_fp8.format import is_matrix
+from titan_fp8moe.export_fp8.model_config import ConfigValues
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan import toml_file
@@ -65,12 +67,13 @@ class Job:
         # Without assets, which would have the adapter look for an index of shards there.
         self.adapter: BaseStateDictAdapter = spec.state_dict_adapter(copy.deepcopy(model_args), None)
         self.quantized_from = None if world_size is None else quantized_from(config, dims, model)
-        self.fp8 = {name for key in fp8_parameters(model) for name in self.hf_shapes(key)}
+        fp8 = [self.hf_shapes(key) for key in fp8_parameters(model)]
+        self.fp8 = {name for shapes in fp8 for name, shape in shapes.items() if is_matrix(name, len(shape))}
 
-    def check_source(self, folder: Path, tensors: dict[str, TensorInfo]) -> None:
-        """Raises ValueError unless a folder of Hugging Face's holds exactly the model."""
+    def check_names(self, folder: Path, source: Source) -> None:
+        """Raises ValueError unless ``source``, in ``folder``, holds exactly the model."""
         want = {name: shape for key in self.shapes for name, shape in self.hf_shapes(key).items()}
-        _check_model(folder, {name: info.shape for name, info in tensors.items()}, want, self.name)
+        _check_model(folder, {name: info.shape for name, info in source.tensors.items()}, want, self.name)
 
     def hf_shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Hugging Face's names and shapes of what torchtitan calls ``key``; empty for a tensor that is tied."""
@@ -146,7 +149,7 @@ def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> s
 
 
 class DcpSource:
-    """A checkpoint of torchtitan's as a :class:`titan_fp8moe.export_fp8.sources.Source`.
+    """A checkpoint of torchtitan's as a :class:`titan_fp8moe.export_fp8.files.Source`.
 
     One of torchtitan's tensors is in memory at a time, for the experts all of a layer.
 
@@ -156,7 +159,7 @@ class DcpSource:
 
     def __init__(self, folder: Path, job: Job):
         self.folder, self.job = folder, job
-        metadata, files = read_whole(folder, "copy the checkpoint again, with the files of all ranks")
+        metadata, _ = read_whole(folder, "copy the checkpoint again, with the files of all ranks")
         stored = {
             key: TensorInfo(tuple(meta.size), meta.properties.dtype)
             for key, meta in metadata.state_dict_metadata.items()
@@ -170,7 +173,6 @@ class DcpSource:
             for name, shape in job.hf_shapes(key).items():
                 self.keys[name], self.tensors[name] = key, TensorInfo(shape, stored[key].dtype)
         self.stored, self.loaded_key, self.loaded = stored, "", {}
-        self.identity = file_identity([folder / ".metadata", *files])
 
     def read(self, name: str) -> Tensor:
         if (key := self.keys[name]) != self.loaded_key:
@@ -183,15 +185,9 @@ class DcpSource:
 
 
 def _check_model(folder: Path, stored: dict[str, _Shape], want: dict[str, _Shape], name: str) -> None:
-    both = stored.keys() & want.keys()
-    wrong = [f"{key} {stored[key]}, not {want[key]}" for key in sorted(both) if stored[key] != want[key]]
-    missing, unknown = sorted(want.keys() - stored.keys()), sorted(stored.keys() - want.keys())
-    if wrong or missing or unknown:
-        differences = [
-            f"{count} {what}, such as {names[0]}"
-            for what, names in (("of another shape", wrong), ("missing", missing), ("unknown", unknown))
-            if (count := len(names))
-        ]
+    if wrong := sorted({key for key, _ in stored.items() ^ want.items()}):
+        key = wrong[0]
         raise ValueError(
-            f"{folder} is not a checkpoint of {name}: {'; '.join(differences)}. Pass the config of its run"
+            f"{folder} is not a checkpoint of {name}: {len(wrong)} tensors are missing, unknown or of another shape, "
+            f"such as {key}, {stored.get(key)} instead of {want.get(key)}. Pass the config of its run"
         )
