@@ -217,6 +217,7 @@ def test_wrong_arguments(checkpoint, export, tmp_path):
         ([checkpoint], said),
         ([tmp_path], "has neither .metadata"),
         ([checkpoint, "--world-size", "8"], "2"),
+        ([checkpoint, "--config", TOML, "--world-size", "8", "--quantized-from", "bf16"], "2"),
         ([checkpoint, "--no-such-option"], "2"),
         ([checkpoint, "--config", TOML, "--quantize", ".experts."], "2"),
         ([checkpoint, "--config", TOML, "--filter-fqns", "layers.1."], "2"),
@@ -260,27 +261,18 @@ QWEN3 = ROUTER | dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "args", "moe_args", "config"),
-    [
-        ("deepseek_v3", {}, {}, DEEPSEEK),
-        (
-            "deepseek_v3",
-            dict(q_lora_rank=48, v_head_dim=96, n_dense_layers=2),
-            dict(num_shared_experts=2, num_expert_groups=4, num_limited_groups=2),
-            DEEPSEEK
-            | dict(q_lora_rank=48, v_head_dim=96, first_k_dense_replace=2)
-            | dict(n_shared_experts=2, n_group=4, topk_group=2),
-        ),
-        (
-            "qwen3",
-            dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True),
-            dict(num_experts=8, top_k=3, route_norm=True),
-            QWEN3,
-        ),
-    ],
-    ids=["deepseek", "deepseek-q-lora-groups", "qwen3"],
-)
+OTHER = DEEPSEEK | dict(q_lora_rank=48, v_head_dim=96, first_k_dense_replace=2)
+OTHER |= dict(n_shared_experts=2, n_group=4, topk_group=2)
+DIFFERENT = [
+    ("deepseek_v3", {}, {}, DEEPSEEK),
+    ("deepseek_v3", dict(q_lora_rank=48, v_head_dim=96, n_dense_layers=2),
+     dict(num_shared_experts=2, num_expert_groups=4, num_limited_groups=2), OTHER),
+    ("qwen3", dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True),
+     dict(num_experts=8, top_k=3, route_norm=True), QWEN3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "args", "moe_args", "config"), DIFFERENT)
 def test_every_difference_is_told(tmp_path, monkeypatch, model, args, moe_args, config):
     """The model's own config passes. Of one that is wrong in every key, one error names all."""
     flavors, base = (qwen3_args, "debugmodel_moe") if model == "qwen3" else (deepseekv3_args, "tiny")

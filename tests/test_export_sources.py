@@ -102,7 +102,7 @@ REFUSALS = [
     (None, CONFIG, "--filter-fqns layers.7.", "'layers.7.' matches no matrix"),
     (None, CONFIG, "--filter-fqns layers.", "nothing is quantized"),
     (None, CONFIG, "--filter-fqns experts.1.", "matrices of model.layers.0.mlp.experts would be FP8 and others bf16"),
-    (None, CONFIG, "--assets /nowhere", "No such file or directory: '/nowhere/config.json'"),
+    (None, CONFIG, "--assets /nowhere", "/nowhere has no config.json; --assets names"),
     (None, CONFIG, "--config nowhere.toml", "No such file or directory: 'nowhere.toml'"),
     # config.json and the tensors.
     (lose(EXPERT), CONFIG, "", f"the checkpoint lacks {EXPERT}"),

@@ -90,6 +90,14 @@ FAMILIES = {
 }
 
 
+def family_config(family: str, **changes):
+    """A tiny config with those of ``SIZES`` that the family knows."""
+    config_class = getattr(transformers, f"{family}Config")
+    known = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
+    sizes = {key: value for key, value in SIZES.items() if key in known | {*config_class.attribute_map}}
+    return config_class(**sizes | FAMILIES.get(family, {}) | changes)
+
+
 def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """DeepSeek's format, read as its inference code does, without the package; and the names of what is FP8."""
     stored = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
@@ -110,14 +118,11 @@ def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
 def test_each_family_is_read_back(family, tmp_path, monkeypatch):
     """An e4m3 code is within 1/16 of its value, or half a step of 2**-9 of the block's scale, whose largest code is
     above 224: half of 448."""
-    config_class = getattr(transformers, f"{family}Config")
-    known = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
-    sizes = {key: value for key, value in SIZES.items() if key in known | {*config_class.attribute_map}}
     if family == "NemotronH" and TorchVersion(transformers.__version__) < (5, 18):
         pytest.skip("Transformers 5.17 refuses these kinds of layers")
-    config = config_class(**sizes | FAMILIES[family])
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "hf")
     want, none = read_deepseek(tmp_path / "hf")
     export(monkeypatch, tmp_path / "hf", tmp_path / "fp8", "--verify")
     got, fp8 = read_deepseek(tmp_path / "fp8")
@@ -136,36 +141,26 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
         assert error.any()
 
 
-def own_fp32(model) -> None:
-    """Parameters and buffers that a user keeps in fp32 in a bf16 model."""
-    for norm in (model.model.norm, model.model.layers[0].self_attn.q_norm):
-        norm.float()
-    model.model.layers[1].register_buffer("temperature", torch.rand(3))
-
-
 @pytest.mark.parametrize(
-    ("family", "changes", "kept"),
+    ("family", "sizes", "kept"),
     [
-        ("Glm4Moe", None, ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]),
-        ("Lfm2Moe", None, ["feed_forward.expert_bias"]),
-        ("Ernie4_5_Moe", None, ["mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"]),
-        ("DeepseekV2", None, ["mlp.gate.weight"]),
-        ("Qwen3Moe", own_fp32, ["model.norm.weight", "layers.0.self_attn.q_norm.weight", "layers.1.temperature"]),
+        ("Glm4Moe", {}, ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]),
+        ("Lfm2Moe", dict(num_dense_layers=0), ["feed_forward.expert_bias"]),
+        ("Ernie4_5_Moe", {}, ["mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"]),
+        ("DeepseekV2", {}, ["mlp.gate.weight"]),
+        ("Qwen3Moe", {}, ["model.norm.weight", "layers.1.temperature"]),
     ],
 )
-def test_fp32_of_a_bf16_model_stays(family, changes, kept, tmp_path, monkeypatch):
+def test_fp32_of_a_bf16_model_stays(family, sizes, kept, tmp_path, monkeypatch):
     """Routers that Transformers keeps in fp32 choose the same experts, from files and from the live model's tensors."""
     from titan_fp8moe.export_fp8 import fp8_tensors
 
-    config_class = getattr(transformers, f"{family}Config")
-    known = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
-    sizes = {key: value for key, value in SIZES.items() if key in known | {*config_class.attribute_map}}
-    if family == "Lfm2Moe":
-        sizes["num_dense_layers"] = 0
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes | dict(dtype="float32")))
-    model.save_pretrained(tmp_path / "first")
+    first = transformers.AutoModelForCausalLM.from_config(family_config(family, **sizes), dtype=torch.float32)
+    first.save_pretrained(tmp_path / "first")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
-    (changes or (lambda model: None))(model)
+    if family == "Qwen3Moe":  # what a user keeps in fp32
+        model.model.norm.float()
+        model.model.layers[1].register_buffer("temperature", torch.rand(3))
     for value in model.state_dict().values():
         if value.dtype == torch.float32:
             value += torch.rand_like(value) * 1e-3  # no values of bf16

@@ -14,8 +14,8 @@ Training quantizes bf16 under FSDP with mixed_precision_param = bfloat16, and fp
 which is fp32 for routed experts and bf16 for the rest, with fp8_all_gather, or if expert parallelism takes all ranks of
 FSDP. --world-size finds it out.
 
-What a bf16 model has in fp32 stays fp32. Of an fp32 model that is the router's balance, and what weights beside the
-assets have in fp32; the rest is rounded to bf16.
+Fp32 tensors of a bf16 model stay fp32. Those of an fp32 model are rounded to bf16, except for the router's balance and
+for tensors that are fp32 in published weights, if the assets' folder has some.
 """
 
 import argparse
@@ -41,8 +41,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     add("out", type=Path, help="the folder to write")
     add("--config", help="the run's TOML file; a checkpoint of torchtitan's needs it")
     add("--assets", type=Path, help="config.json and tokenizer, by default model.hf_assets_path or SOURCE")
-    add("--world-size", type=int, help="the run's number of ranks: with --config it tells what training quantized")
-    add("--quantized-from", choices=("fp32", "bf16", "fp32-routed"), help="or say it")
+    origin = parser.add_mutually_exclusive_group().add_argument
+    origin("--world-size", type=int, help="the run's number of ranks: with --config it tells what training quantized")
+    origin("--quantized-from", choices=("fp32", "bf16", "fp32-routed"), help="or say it")
     add("--quantize", nargs="+", metavar="PART", help="quantize matrices with such a part in their name: .experts.")
     add("--filter-fqns", nargs="+", default=[], metavar="PART", help="of those, leave matrices with such a part")
     add("--shard-gb", type=float, default=5.0, help="size of a shard (default 5)")

@@ -139,7 +139,7 @@ class Plan(NamedTuple):
     Attributes:
         source: the checkpoint.
         fp8: by name of each matrix that is quantized, the precision that training quantizes it from.
-        fp32: the names of what stays fp32, if it is.
+        fp32: the names of tensors that stay fp32 if they are.
         rounded: the number of tensors that are fp32 in the source and bf16 in the export.
         shards: by name of each file, the names of the source's tensors in it.
         config: the config.json of the export.
@@ -164,9 +164,10 @@ def make_plan(
         assets: the folder of the published model; its weights, if it has any, say what stays fp32.
 
     Raises:
-        ValueError: for matrices that cannot be quantized so.
-        OSError: ``assets`` has no config.json.
+        ValueError: for matrices that cannot be quantized so, or without a config.json.
     """
+    if not (assets / "config.json").exists():
+        raise ValueError(f"{assets} has no config.json; --assets names a folder with the model's own and its tokenizer")
     fp8 = {name: _precision(name, info.dtype, quantized_from) for name, info in source.tensors.items() if name in names}
     if not fp8:
         raise ValueError("nothing is quantized: the checkpoint has no routed experts that the settings match")

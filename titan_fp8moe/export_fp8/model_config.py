@@ -42,7 +42,6 @@ def check_config(source: Source, trained: ConfigValues, assets: Path) -> list[st
 
     Raises:
         ValueError: with the differences, for a checkpoint that is incomplete or another model's.
-        OSError: ``assets`` has no config.json.
     """
     stated, compared, names = _stated(assets), dict[str, None](), [*source.tensors]
     differences = {difference: difference for difference in (*_wrong_layers(names, stated), *_wrong_experts(names))}
