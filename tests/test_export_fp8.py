@@ -191,9 +191,11 @@ def test_what_the_published_model_has_in_fp32(job, export_job, assets, tmp_path,
     live = copy.deepcopy(model).to_empty(device="cpu")
     live.load_state_dict(state)
     buckets = fp8_tensors(live, adapter=DeepSeekV3StateDictAdapter(args, str(folder)))
-    for got in (load(tmp_path / "out"), {name: value for bucket in buckets for name, value in bucket.items()}):
-        for name in (gate, norm, gate.replace("1", "2"), "lm_head.weight"):
-            assert_equal([got[name]], [hf[name] if name in (gate, norm) and not damage else hf[name].bfloat16()])
+    sent, written = {name: value for bucket in buckets for name, value in bucket.items()}, load(tmp_path / "out")
+    assert sent.keys() == written.keys()
+    assert_equal(sent.values(), [written[name] for name in sent])
+    for name in (gate, norm, gate.replace("1", "2"), "lm_head.weight"):
+        assert_equal([sent[name]], [hf[name] if name in (gate, norm) and not damage else hf[name].bfloat16()])
 
 
 def test_one_tensor_at_a_time(export_job, tmp_path, monkeypatch):

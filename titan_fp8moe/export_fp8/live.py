@@ -152,7 +152,7 @@ def _fp8_names(model: nn.Module) -> list[str]:
     """The matrices that modules name; those of Transformers' experts are named for them."""
     names = fp8_parameters(model)
     if (adapter := sys.modules.get("titan_fp8moe.transformers")) is not None:  # else no experts of its run in FP8
-        for prefix, module in model.named_modules():
+        for prefix, module in model.named_modules(remove_duplicate=False):
             names += [f"{prefix}.{key}" for key in adapter.fp8_matrices(module)]
     return names
 
