@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titan_fp8moe import recipe
-from titan_fp8moe.export_fp8.format import BALANCE, ROUTED, check_merged, exported, has_nan, main_dtype
+from titan_fp8moe.export_fp8.format import BALANCE, ROUTED, check_merged, exported, has_nan, is_fp32
 from titan_fp8moe.trainer.plan import plain_name
 
 INDEX = "model.safetensors.index.json"
@@ -121,7 +121,7 @@ def _model_files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
 
 
 def published_fp32(folder: Path) -> set[str]:
-    """The names that the weights of a published model have in fp32; none without weights, or if all are fp32.
+    """The names that the weights of a published model have in fp32; none without weights, or of an fp32 model.
 
     Files that cannot be read count as none: a folder for its tokenizer may hold git-lfs's pointers.
     """
@@ -129,8 +129,9 @@ def published_fp32(folder: Path) -> set[str]:
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="pt") as file:
             found |= _infos(file)
-    all_fp32 = not found or main_dtype(found.values()) == torch.float32
-    return set() if all_fp32 else {name for name, info in found.items() if info.dtype == torch.float32}
+    if not found or is_fp32(found):
+        return set()
+    return {name for name, info in found.items() if info.dtype == torch.float32}
 
 
 class Plan(NamedTuple):
@@ -175,7 +176,7 @@ def make_plan(
         if info.dtype in (recipe.FP8, torch.float16, torch.float64):
             raise ValueError(f"{name} is {info.dtype}; export the bf16 or fp32 checkpoint that training wrote")
     fp32 = {*source.tensors}
-    if main_dtype(source.tensors.values()) == torch.float32:
+    if is_fp32(source.tensors):
         fp32 = published_fp32(assets) | {name for name in fp32 if name.endswith(BALANCE)}
     full = {name for name, info in source.tensors.items() if info.dtype == torch.float32}
     shards: list[list[str]] = [[]]

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,16 +18,16 @@ _ADAPTER = re.compile(r"\.(lora_|base_layer\.|modules_to_save\.)")
 _PART = re.compile(r"\.parametrizations\.|_orig$|\.weight_g$")  # parametrize, prune, weight_norm
 
 
-def main_dtype(tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> torch.dtype:
-    """The dtype of most values of a model, from its tensors' shapes and dtypes.
+def is_fp32(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    """Whether a model is fp32, by the shapes and dtypes of its tensors: most values of its experts, or of all tensors.
 
-    Fp32 tensors of a model of another dtype stay fp32: someone chose it for them, as Transformers does for routers.
-    Those of an fp32 model are master values, of which training usually reads bf16.
+    Fp32 tensors of another model stay fp32: someone chose it for them, as Transformers does for routers. Those of an
+    fp32 model are master values, of which training usually reads bf16.
     """
     counts: Counter[torch.dtype] = Counter()
-    for shape, dtype in tensors:
+    for shape, dtype in [info for name, info in tensors.items() if ROUTED in name] or tensors.values():
         counts[dtype] += math.prod(shape)
-    return max(counts, key=lambda dtype: counts[dtype])
+    return counts[torch.float32] == max(counts.values())
 
 
 def exported(

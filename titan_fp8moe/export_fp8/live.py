@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from titan_fp8moe import ops
-from titan_fp8moe.export_fp8.format import ROUTED, check_merged, exported, has_nan, is_matrix, main_dtype
+from titan_fp8moe.export_fp8.format import ROUTED, check_merged, exported, has_nan, is_fp32, is_matrix
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
@@ -58,7 +58,7 @@ def fp8_tensors(
     while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
         model = cast(nn.Module, inner)
     check_merged(state := _state(model))
-    is_fp32 = main_dtype((value.shape, value.dtype) for value in state.values()) == torch.float32
+    masters = is_fp32({key: (value.shape, value.dtype) for key, value in state.items()})
     published: set[str] = set()
     if assets := getattr(adapter, "hf_assets_path", None):
         from titan_fp8moe.export_fp8.files import published_fp32  # needs safetensors
@@ -77,7 +77,7 @@ def fp8_tensors(
             chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
             if chosen and is_matrix(name, part.dim()):
                 precision, found = quantized_from or _own_precision(name, value), True
-            stays = not is_fp32 or name in published
+            stays = not masters or name in published
             tensors = exported(name, part, precision, lambda w: ops.quantize_weight(w), stays)
             more = sum(tensor.nbytes for tensor in tensors.values())
             if bucket and size + more > bucket_bytes:
