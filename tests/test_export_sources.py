@@ -378,6 +378,7 @@ def test_files_in_subfolders(export, tmp_path):  # noqa: F811
     """Are copied, but for other kinds and for folders that hold weights; these are named."""
     folder, out = write(tmp_path / "hf", model()), tmp_path / "hf" / "fp8"
     copied = {"additional_chat_templates/tool_use.jinja", "encoding/encoding.py", "encoding/tests/in.json"}
+    copied |= {"tokenizer.json", "encoding/other.py", "prompts/nested/in.txt"}
     left = {"README.md", "encoding/README.md", "figures/speed.png"}
     weights = {"checkpoint-5/config.json", "checkpoint-5/model.safetensors", "original/params.json", "original/m.pth"}
     hidden = {".cache/huggingface/in.json", ".gitattributes"}
