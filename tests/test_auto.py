@@ -194,6 +194,36 @@ def test_which_jobs_may_take_symmetric_memory(monkeypatch, settings, shards, rea
     assert auto.is_enabled() == way.endswith("once all rows fit")
 
 
+@pytest.mark.parametrize(
+    ("dispatch", "gpus", "way"),
+    [
+        ("auto", 0, "all-to-all, and over symmetric memory once all rows fit, if the 32 ranks share a node"),
+        ("auto", 8, "all-to-all: 32 ranks share the experts and a node has 8"),
+        ("auto", 64, "all-to-all, and over symmetric memory once all rows fit, if the 32 ranks share a node"),
+        ("symmetric", 8, "symmetric memory, if the 32 ranks share a node"),
+        ("all_to_all", 0, "all-to-all"),
+    ],
+)
+def test_without_torchrun_nobody_tells_how_many_ranks_a_node_has(monkeypatch, dispatch, gpus, way):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    layout = preflight.ExpertLayout(32, 1, 1, 64)
+    said, _ = auto_dispatch.describe(Fp8FlowMoEConfig(dispatch=dispatch), layout, None)
+    assert said == f"dispatch over {way}"
+
+
+def test_a_dry_run_knows_no_node(monkeypatch):
+    """Whatever this machine's launcher and GPUs are."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for dispatch in ("auto", "symmetric"):
+        with preflight.for_other_machines():
+            way, _ = auto_dispatch.describe(
+                Fp8FlowMoEConfig(dispatch=dispatch), preflight.ExpertLayout(32, 1, 1, 64), None
+            )
+        assert way.endswith(", if the 32 ranks share a node")
+
+
 def test_gpus_that_cannot_read_each_other_take_the_all_to_all(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)

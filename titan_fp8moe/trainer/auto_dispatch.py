@@ -4,7 +4,6 @@ See :mod:`titan_fp8moe.dispatch.auto`.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,20 +38,23 @@ def describe(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: s
     """How tokens travel, and whether that may change. ``reason``: as for :func:`prepare`."""
     if layout.expert_shards == 1:
         return "", False
-    way = f"dispatch over {config.backend.description}"
+    way, unknown = f"dispatch over {config.backend.description}", ""
+    if preflight.ranks_of_a_node() is None:
+        unknown = f", if the {layout.expert_shards * layout.hidden_dim_shards} ranks share a node"
     if config.dispatch != "auto":
-        return way, False
+        return way + unknown * config.backend.single_node, False
     if (reason := reason or _why_all_to_all(layout)) is not None:
         return f"{way}: {reason}", False
-    return f"{way}, and over symmetric memory once all rows fit", True
+    return f"{way}, and over symmetric memory once all rows fit{unknown}", True
 
 
 def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:
-    ranks = layout.expert_shards * layout.hidden_dim_shards
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks, devices = layout.expert_shards * layout.hidden_dim_shards, range(0)
+    if preflight.trains_here():
+        devices = range(torch.cuda.device_count())
+    here = preflight.ranks_of_a_node() or len(devices) or ranks
     if ranks > here:
         return f"{ranks} ranks share the experts and a node has {here}"
-    devices = range(torch.cuda.device_count()) if preflight.trains_here() else ()
     if any(a != b and not torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices):
         return "a GPU cannot access another one's memory"
     return None
