@@ -656,6 +656,15 @@ def test_compile_as_one_graph():
     assert all(relative_error(grads[name], want[name]) < 0.05 for name in want)
 
 
+def test_dynamic_shapes():
+    """``dynamic=True`` makes symbols of all numbers, as of these experts' limit."""
+    experts, inputs = make_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"), make_inputs()
+    experts.config._experts_implementation = "fp8_flow"
+    want = experts(*inputs)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(experts, dynamic=True, fullgraph=True, backend="aot_eager")(*inputs), want)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_kept_weights_in_a_compiled_model(frozen: bool):
     """One graph, whose buffers are those of all experts; a state dict that is loaded is seen."""

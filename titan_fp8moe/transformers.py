@@ -31,7 +31,7 @@ from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight, scale_exponents
 from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, constant
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
 
@@ -355,7 +355,7 @@ def _expert(experts: Any) -> ExpertSpec | None:
 
 
 def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(owner, name, None)) for name in names)
+    return tuple((name, constant(getattr(owner, name, None))) for name in names)
 
 
 # torch.compile before 2.13 passes no modules to such functions, but classes and numbers.
