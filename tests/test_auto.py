@@ -266,6 +266,37 @@ def test_a_step_that_runs_again_counts_its_tokens_once(where):
     assert logged == [107] and trainer.ntokens_seen == 107
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("noise", ["dropout", "router", "compiled"])
+def test_a_step_that_runs_again_draws_the_same_numbers(device, noise):
+    """And the next steps those of a run over the all-to-all."""
+    layer = {
+        "dropout": torch.nn.Dropout(),
+        "router": lambda x: x + torch.randn_like(x),
+        "compiled": torch.compile(torch.nn.Dropout(), backend="aot_eager"),
+    }[noise]
+
+    class Trainer:
+        model_parts, ntokens_seen, drawn = [], 0, []
+
+        def train_step(self, data_iterator):
+            self.drawn.append([layer(torch.ones(8, device=device)) for _ in range(next(data_iterator))])
+            if self.drawn is second and len(second) == 2:
+                raise NoRoom("full")
+
+    auto_dispatch.run_steps_again(Trainer)
+    first, second = [], []
+    for Trainer.drawn in (first, second):
+        steps(20, 500)
+        assert auto.is_fast()
+        torch.manual_seed(0)
+        for _ in range(3):
+            Trainer().train_step(iter([2]))
+    assert len(first) == 3 and len(second) == 4 and not auto.is_fast()
+    for want, got in zip([*first[:2], *first[1:]], second, strict=True):
+        assert all(map(torch.equal, want, got))
+
+
 def test_statistics_count_no_step_without_room():
     """Its rows are NaN. What is run again counts."""
     linear, x = Fp8FlowLinear(128, 128), torch.randn(64, 128, requires_grad=True)

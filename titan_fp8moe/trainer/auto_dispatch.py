@@ -69,7 +69,7 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(train_step)
     def wrapper(self: Any, data_iterator: Iterator[Any]) -> None:
         taken: list[Any] = []
-        ntokens_seen = self.ntokens_seen
+        ntokens_seen, drawn = self.ntokens_seen, _random_states() if auto.is_fast() else ()
 
         def take() -> Iterator[Any]:
             nonlocal ntokens_seen
@@ -83,11 +83,24 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
 
         def forget() -> None:
             self.ntokens_seen = ntokens_seen
+            _draw_again(*drawn)
             _forget(self.model_parts)
 
         return auto.run_step(step, forget)
 
     return wrapper
+
+
+def _random_states() -> tuple[torch.Tensor, ...]:
+    """Of PyTorch's default generators. The device's is kept on the host, so that reading it waits for nothing."""
+    return (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else ()))
+
+
+def _draw_again(cpu: torch.Tensor, *cuda: torch.Tensor) -> None:
+    """Lets dropout and routers' noise draw the numbers again that they drew since :func:`_random_states`."""
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
 
 
 def _forget(model_parts: list[torch.nn.Module]) -> None:
