@@ -89,6 +89,17 @@ class Fp8FlowDispatcher(Configurable):
         self.ep_mesh = ep_mesh
 
 
+def _check_parts(owner: Any, **kinds: type) -> None:
+    """Raises ValueError if an override has replaced a part since the conversion: it would not run, or run in bf16."""
+    for name, kind in kinds.items():
+        part = getattr(owner, name)
+        if not isinstance(part, kind) or (kind is Linear and type(part) is not Linear):
+            raise ValueError(
+                f"{type(part).__qualname__} has replaced {name} of a {type(owner).__qualname__} after fp8_flow_moe had "
+                "converted the model; apply that override before, or with fp8_flow_moe in one override.imports"
+            )
+
+
 def run_experts(
     layer: Any,
     experts: Any,
@@ -118,6 +129,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        _check_parts(self, inner_experts=TitanExperts, token_dispatcher=Fp8FlowDispatcher)
         self.config, experts = config.fp8_flow, cast(TitanExperts, self.inner_experts)
         experts.fp8_all_gather, experts.placement = config.fp8_flow.fp8_all_gather, config.placement
         add_cache(self)
@@ -150,6 +162,7 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
 
     def __init__(self, config: Config):
         FeedForward.__init__(self, config)
+        _check_parts(self, w1=Linear, w2=Linear, w3=Linear)
         self.config = config.fp8_flow
         add_cache(self)
 
@@ -222,6 +235,9 @@ class Fp8FlowMoE(MoE):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        _check_parts(self, routed_experts=Fp8FlowRoutedExperts)
+        if config.shared == "fp8":
+            _check_parts(self, shared_experts=Fp8FlowFeedForward)
         self.shared = config.shared
 
     def parallelize(self, parallel_dims: Any) -> None:
