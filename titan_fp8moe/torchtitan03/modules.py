@@ -100,23 +100,6 @@ def _check_parts(owner: Any, **kinds: type) -> None:
             )
 
 
-def run_experts(
-    layer: Any,
-    experts: Any,
-    x: Tensor,
-    topk_scores: Tensor,
-    topk_ids: Tensor,
-    meanwhile: Callable[[], Tensor] | None,
-    shared: "Fp8FlowFeedForward | None",
-) -> Tensor:
-    """(..., D) -> (..., D), scores and ids (..., K). ``layer`` has the settings, ``experts`` the parameters."""
-    D, K = x.shape[-1], topk_scores.shape[-1]
-    given = cast(TitanExperts, experts).for_layer(layer, layer.token_dispatcher.ep_mesh)
-    ffn = None if shared is None else shared.shared(shared.scores(x))
-    scores_TK = topk_scores.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
-    return run_layer(x.reshape(-1, D), topk_ids.reshape(-1, K), scores_TK, given, ffn, meanwhile).view(x.shape)
-
-
 class Fp8FlowRoutedExperts(RoutedExperts):
     """Dispatch, FFN and combine of the routed experts."""
 
@@ -147,7 +130,12 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         """(B, L, D) -> (B, L, D): each token's experts, plus the result of ``meanwhile`` (T, D) or ``shared`` experts.
 
         The counts are not used, since the experts sort routed pairs themselves."""
-        return run_experts(self, self.inner_experts, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, meanwhile, shared)
+        D, K = x_BLD.shape[-1], topk_scores_BLK.shape[-1]
+        given = cast(TitanExperts, self.inner_experts).for_layer(self, self.token_dispatcher.ep_mesh)
+        ffn = None if shared is None else shared.shared(shared.scores(x_BLD))
+        scores_TK = topk_scores_BLK.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
+        x_TD, ids_TK = x_BLD.reshape(-1, D), topk_expert_ids_BLK.reshape(-1, K)
+        return run_layer(x_TD, ids_TK, scores_TK, given, ffn, meanwhile).view(x_BLD.shape)
 
     def extra_repr(self) -> str:
         return self.config.describe()
