@@ -169,8 +169,7 @@ def test_experts_of_another_package_do_not_lose_adapters():
     bind(experts, other_experts)
     with pytest.raises(ValueError, match="forward of Qwen3MoeExperts has run without PEFT's adapters"):
         logits(model, make_tokens())
-    with pytest.raises(ValueError, match="does not run in FP8: tests.test_transformers has replaced the forward"):
-        adapter.fp8_matrices(model)
+    assert not any("layers.0." in name for name in adapter.fp8_matrices(model))
     del experts.forward
     logits(model, make_tokens())
 

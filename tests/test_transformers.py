@@ -607,8 +607,17 @@ def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatc
     why = "has replaced the forward of Qwen3Moe(Experts|SparseMoeBlock); switch that off"
     with pytest.raises(ValueError, match=f"run in FP8: Qwen3MoeExperts: {__name__} {why}"):
         adapter.converted(model)
-    with pytest.raises(ValueError, match=f"model.layers.0.mlp.experts does not run in FP8: {__name__} {why}"):
-        next(fp8_tensors(model))
+    adapter._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"^Qwen3MoeExperts does not run in FP8: {__name__} {why}"):
+        assert adapter.fp8_matrices(model) == []
+
+
+def test_fp8_tensors_are_of_the_layers_that_run_in_fp8():
+    model = make_model(experts_implementation="fp8_flow")
+    bind(model.model.layers[0].mlp.experts, other_experts)
+    assert adapter.converted(model) == ["model.layers.1.mlp.experts"]
+    sent = [(name, tensor.dtype) for bucket in fp8_tensors(model) for name, tensor in bucket.items()]
+    assert {name.split(".")[2] for name, dtype in sent if dtype == recipe.FP8} == {"1"}
 
 
 def test_liger_in_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

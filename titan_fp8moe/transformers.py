@@ -109,17 +109,15 @@ def _serves(experts: Any) -> bool:
 
 
 def fp8_matrices(model: nn.Module) -> list[str]:
-    """Names of the matrices that a model of Transformers, or a module of one, multiplies in FP8.
-
-    Raises:
-        ValueError: another package runs experts for which ``fp8_flow`` is chosen.
-    """
+    """Names of the matrices that a model of Transformers, or a module of one, multiplies in FP8. Warns of experts for
+    which ``fp8_flow`` is chosen, but which another package runs."""
     names = []
     for name, experts in _all_experts(model).items():
         if not _serves(experts):
             continue
         if (why_not := _why_not_called(model, name)) is not None:
-            raise ValueError(f"{name} does not run in FP8: {why_not}; or {_STAY}")
+            _warn(f"{type(experts).__name__} does not run in FP8: {why_not}")
+            continue
         names += [f"{name}.{matrix}".lstrip(".") for matrix in (_first(experts), "down_proj")]
     return names
 
@@ -163,7 +161,7 @@ def converted(model: nn.Module) -> list[str]:
     raise ValueError(f"no experts of {type(model).__name__} run in FP8: {why}")
 
 
-_reached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # experts that have passed on a token without experts
+_reached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # experts that have got a token which no expert serves
 
 
 def _why_not_called(model: nn.Module, name: str) -> str | None:
@@ -215,7 +213,7 @@ def _experts_forward(
     Expert parallelism of Transformers marks experts of other ranks by the id ``num_experts``. Ids past the last expert
     get no row from the routing kernels.
     """
-    if top_k_index.shape[1] == 0:
+    if top_k_index.shape[1] == 0:  # _why_not_called
         _reached.add(experts)
         return hidden_states
     if (why_not := _why_not(experts)) is not None:

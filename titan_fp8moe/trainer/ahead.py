@@ -55,8 +55,8 @@ class _OnItsWay(Tensor):
             return self.there
         return self.as_subclass(Tensor).to(*args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)

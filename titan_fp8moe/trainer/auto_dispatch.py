@@ -38,14 +38,16 @@ def describe(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: s
     """How tokens travel, and whether that may change. ``reason``: as for :func:`prepare`."""
     if layout.expert_shards == 1:
         return "", False
-    way, unknown = f"dispatch over {config.backend.description}", ""
+    way, condition = f"dispatch over {config.backend.description}", ""
     if preflight.ranks_of_a_node() is None:
-        unknown = f", if the {layout.expert_shards * layout.hidden_dim_shards} ranks share a node"
+        condition = f", if the {layout.expert_shards * layout.hidden_dim_shards} ranks share a node"
+    if config.dispatch == "symmetric":
+        return f"{way}{condition}", False
     if config.dispatch != "auto":
-        return way + unknown * config.backend.single_node, False
+        return way, False
     if (reason := reason or _why_all_to_all(layout)) is not None:
         return f"{way}: {reason}", False
-    return f"{way}, and over symmetric memory once all rows fit{unknown}", True
+    return f"{way}, and over symmetric memory once all rows fit{condition}", True
 
 
 def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:
