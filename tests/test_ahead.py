@@ -1,5 +1,8 @@
 """A step that begins while the GPU computes the one before, with torchtitan's own ``train_step``."""
 
+import copy
+import functools
+import pickle
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -14,6 +17,7 @@ from torchtitan.train import Trainer
 from tests.patched import undone
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan.converter import prepare_torchtitan
+from titan_fp8moe.trainer import ahead
 from titan_fp8moe.trainer.ahead import _OnItsWay, keep_host_ahead
 
 
@@ -114,6 +118,93 @@ def test_an_operator_of_a_batch_gives_an_ordinary_tensor():
     count += (labels != -100).sum()
     assert type(count) is torch.Tensor and count == 1
     assert labels.to("meta").is_meta and type(labels.to("meta")) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda t: t.to(torch.float32),
+        lambda t: t.to("cpu", torch.int32),
+        lambda t: t.to(device="cpu"),
+        lambda t: t.to(torch.ones(1)),
+        lambda t: t.to(torch.device("meta"), torch.float32),
+        lambda t: t.to(t.there.device, copy=True) if hasattr(t, "there") else t.to("meta"),
+        copy.copy,
+        copy.deepcopy,
+        lambda t: copy.deepcopy([t, t])[1],
+        lambda t: pickle.loads(pickle.dumps(t)),
+        torch.clone,
+        lambda t: t[:1],
+    ],
+)
+def test_other_uses_of_a_batch_are_an_ordinary_tensors(use):
+    """As a trainer's own ``post_dataloading_process`` may have them."""
+    plain = torch.tensor([1, -100])
+    got, want = use(_OnItsWay.to_device(torch.device("meta"), plain)), use(plain)
+    assert type(got) is torch.Tensor and (got.dtype, got.device, got.shape) == (want.dtype, want.device, want.shape)
+    assert got.is_meta or torch.equal(got, want)
+
+
+class LateStreams:
+    """Streams that do their work as late as the program allows."""
+
+    def __init__(self, monkeypatch):
+        self.copying, self.computing = SimpleNamespace(work=[]), SimpleNamespace(work=[])
+        self.computing.wait_stream = lambda stream: self.computing.work.append(functools.partial(self.run, stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.computing)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+        monkeypatch.setattr(torch.cuda, "Event", self.Event)
+        monkeypatch.setattr(ahead, "_copying", lambda device: self.copying)
+        monkeypatch.setattr(_OnItsWay, "to_device", self.to_device)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    class Event:
+        work = ()
+
+        def record(self, stream):
+            self.work = [*stream.work]
+
+        def synchronize(self):
+            for work in self.work:
+                work()
+
+    def run(self, stream):
+        for work in stream.work:
+            work()
+        stream.work.clear()
+
+    def to_device(self, device, pinned):
+        there = torch.full_like(pinned, -1)
+        self.copying.work.append(lambda: there.copy_(pinned) if (there == -1).all() else None)
+        return there
+
+
+def test_a_loader_may_reuse_pinned_memory_in_the_next_step(monkeypatch):
+    """Whether or not the trainer waits for the copies: torchtitan's does, by a copy of the number of tokens."""
+    streams, seen, buffers = LateStreams(monkeypatch), [], torch.zeros(2, 3)
+
+    def load():
+        for step in range(3):
+            for microbatch, buffer in enumerate(buffers):
+                yield buffer.fill_(10 * step + microbatch)
+
+    class StandIn:
+        device = torch.device("cuda", 0)
+
+        def train_step(self, data_iterator):
+            for batch in [next(data_iterator) for _ in buffers]:
+                self.forward_backward_step(x=batch)
+
+        def forward_backward_step(self, x):
+            streams.computing.work.append(lambda: seen.append(int(x[0])))
+
+    with undone():
+        keep_host_ahead(StandIn)
+        trainer, batches = StandIn(), load()
+        for _ in range(3):
+            trainer.train_step(batches)
+        streams.run(streams.computing)
+    assert seen == [0, 1, 10, 11, 20, 21]
 
 
 def test_the_converter_changes_the_trainer():

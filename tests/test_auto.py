@@ -194,6 +194,36 @@ def test_which_jobs_may_take_symmetric_memory(monkeypatch, settings, shards, rea
     assert auto.is_enabled() == way.endswith("once all rows fit")
 
 
+@pytest.mark.parametrize(
+    ("dispatch", "gpus", "way"),
+    [
+        ("auto", 0, "all-to-all, and over symmetric memory once all rows fit, if the 32 ranks share a node"),
+        ("auto", 8, "all-to-all: 32 ranks share the experts and a node has 8"),
+        ("auto", 64, "all-to-all, and over symmetric memory once all rows fit, if the 32 ranks share a node"),
+        ("symmetric", 8, "symmetric memory, if the 32 ranks share a node"),
+        ("all_to_all", 0, "all-to-all"),
+    ],
+)
+def test_without_torchrun_nobody_tells_how_many_ranks_a_node_has(monkeypatch, dispatch, gpus, way):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    layout = preflight.ExpertLayout(32, 1, 1, 64)
+    said, _ = auto_dispatch.describe(Fp8FlowMoEConfig(dispatch=dispatch), layout, None)
+    assert said == f"dispatch over {way}"
+
+
+def test_a_dry_run_knows_no_node(monkeypatch):
+    """Whatever this machine's launcher and GPUs are."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for dispatch in ("auto", "symmetric"):
+        with preflight.for_other_machines():
+            way, _ = auto_dispatch.describe(
+                Fp8FlowMoEConfig(dispatch=dispatch), preflight.ExpertLayout(32, 1, 1, 64), None
+            )
+        assert way.endswith(", if the 32 ranks share a node")
+
+
 def test_gpus_that_cannot_read_each_other_take_the_all_to_all(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
@@ -234,6 +264,37 @@ def test_a_step_that_runs_again_counts_its_tokens_once(where):
     trainer = Trainer()
     trainer.train_step(load())
     assert logged == [107] and trainer.ntokens_seen == 107
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("noise", ["dropout", "router", "compiled"])
+def test_a_step_that_runs_again_draws_the_same_numbers(device, noise):
+    """And the next steps those of a run over the all-to-all."""
+    layer = {
+        "dropout": torch.nn.Dropout(),
+        "router": lambda x: x + torch.randn_like(x),
+        "compiled": torch.compile(torch.nn.Dropout(), backend="aot_eager"),
+    }[noise]
+
+    class Trainer:
+        model_parts, ntokens_seen, drawn = [], 0, []
+
+        def train_step(self, data_iterator):
+            self.drawn.append([layer(torch.ones(8, device=device)) for _ in range(next(data_iterator))])
+            if self.drawn is second and len(second) == 2:
+                raise NoRoom("full")
+
+    auto_dispatch.run_steps_again(Trainer)
+    first, second = [], []
+    for Trainer.drawn in (first, second):
+        steps(20, 500)
+        assert auto.is_fast()
+        torch.manual_seed(0)
+        for _ in range(3):
+            Trainer().train_step(iter([2]))
+    assert len(first) == 3 and len(second) == 4 and not auto.is_fast()
+    for want, got in zip([*first[:2], *first[1:]], second, strict=True):
+        assert all(map(torch.equal, want, got))
 
 
 def test_statistics_count_no_step_without_room():

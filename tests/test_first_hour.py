@@ -1,6 +1,5 @@
-"""Mistakes of a first run get a sentence before training: damaged or foreign checkpoints, and a corpus without text."""
+"""Damaged and foreign checkpoints, and an unknown converter, get a sentence before training."""
 
-import dataclasses
 import logging
 from types import SimpleNamespace
 
@@ -8,12 +7,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
-from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config  # noqa: F401
 from tests.layer import refused
 from titan_fp8moe.torchtitan.dry_run import check_config
-from titan_fp8moe.torchtitan.first_hour import check_corpora, check_resumption, check_tokenizer
+from titan_fp8moe.torchtitan.first_hour import check_resumption
 
 DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
 
@@ -111,67 +109,6 @@ def test_the_model_only_in_hugging_faces_format(job, tmp_path):
     (step(tmp_path, 20) / "model.safetensors.index.json").write_text("{}")
     with refused("step-20 holds the model only", "load_step = 16", "initial_load_in_hf"):
         check_resumption(job, DIMS)
-
-
-@pytest.mark.parametrize(
-    "line, fits",
-    [('{"text": "a"}', True), ('{"content": "a"}', False), ("a", False), ('{"text": 5}', False), ("", False)],
-)
-def test_corpus_without_text(tmp_path, line, fits):
-    """A folder or a file."""
-    (tmp_path / "part.jsonl").write_text(line + "\n")
-    for path in (tmp_path, tmp_path / "part.jsonl"):
-        options = [CUSTOM_MODULE, "--training.dataset=c4_test", f"--training.dataset_path={path}"]
-        job = ConfigManager().parse_args([*options, "--model.converters=fp8_flow_moe"])
-        with refused(*[] if fits else ['part.jsonl: its first line is no {"text"', "tools/build_corpus.py"]):
-            check_corpora(job)
-
-
-@pytest.mark.parametrize("dataset", ["mine", "unknown"])
-def test_corpus_of_ones_own_has_any_fields(tmp_path, monkeypatch, dataset):
-    monkeypatch.setitem(DATASETS, "mine", dataclasses.replace(DATASETS["c4_test"], sample_processor=lambda sample: ""))
-    (tmp_path / "part.jsonl").write_text('{"content": "a"}\n')
-    check_corpora(ConfigManager().parse_args([f"--training.dataset={dataset}", f"--training.dataset_path={tmp_path}"]))
-
-
-@pytest.mark.parametrize("validates", [True, False])
-def test_validation_corpus_without_text(tmp_path, validates):
-    (tmp_path / "part.jsonl").write_text("a\n")
-    job = ConfigManager().parse_args(["--validation.dataset=c4_test", f"--validation.dataset_path={tmp_path}"])
-    job.validation.enable = validates
-    with refused(*["its first line is no"] * validates):
-        check_corpora(job)
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "vocab.json", "vocab.txt", "config.json", None])
-def test_folder_without_a_tokenizer(tmp_path, caplog, file):
-    job = ConfigManager().parse_args([f"--model.hf_assets_path={tmp_path / 'assets'}"])
-    caplog.clear()
-    if file is None:  # perhaps it is where the job will run
-        check_tokenizer(job)
-        assert "assets': there is no such folder on this machine; name a folder with tokenizer.json" in caplog.text
-        return
-    (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / file).write_text("{}")
-    said = ["model.hf_assets_path = ", "assets' has no tokenizer.json; name a folder"]
-    with refused(*said if file == "config.json" else []):
-        check_tokenizer(job)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    "options, warned",
-    [
-        (["--training.dataset=c4_test", "--training.dataset_path=outputs/nowhere"], True),
-        (["--training.dataset=c4", "--training.dataset_path=/nowhere"], True),
-        (["--training.dataset=c4"], False),
-        (["--training.dataset=c4", "--training.dataset_path=owner/name"], False),  # on the hub
-    ],
-)
-def test_missing_corpus(caplog, options, warned):
-    with caplog.at_level(logging.WARNING):
-        check_corpora(ConfigManager().parse_args(options))
-    assert ("on this machine; tools/build_corpus.py" in caplog.text) == warned
 
 
 def test_unknown_converter():

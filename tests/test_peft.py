@@ -20,10 +20,19 @@ from experiments.reference import relative_error  # noqa: E402
 from tests.layer import CastCounter  # noqa: E402
 from tests.patched import undone  # noqa: E402
 from tests.processes import run_checks  # noqa: E402
-from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, train  # noqa: E402
+from tests.test_transformers import (  # noqa: E402
+    bind,
+    fp8_experts,
+    loss_and_grads,
+    make_inputs,
+    make_model,
+    make_tokens,
+    other_experts,
+    train,
+)
 from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
-from titan_fp8moe.peft import _hand_over, handed_over  # noqa: E402
+from titan_fp8moe.peft import _hand_over, take_over  # noqa: E402
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -149,8 +158,20 @@ def test_replicas_have_their_own_adapters():
     first, second = (wrapper.get_base_layer()._replicate_for_data_parallel() for _ in range(2))
     with _hand_over(wrapper, first, ["default"]):
         with _hand_over(wrapper, second, ["default"]):
-            assert handed_over(second)
-        assert handed_over(first) and not handed_over(second)
+            assert take_over(second)
+        assert take_over(first) and not take_over(second)
+
+
+def test_experts_of_another_package_do_not_lose_adapters():
+    """As under Liger: the forward that takes no adapters would leave them out."""
+    model = use(make_adapted(), "fp8_flow")
+    experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    bind(experts, other_experts)
+    with pytest.raises(ValueError, match="forward of Qwen3MoeExperts has run without PEFT's adapters"):
+        logits(model, make_tokens())
+    assert not any("layers.0." in name for name in adapter.fp8_matrices(model))
+    del experts.forward
+    logits(model, make_tokens())
 
 
 def test_trainer(tmp_path: Path):

@@ -81,6 +81,16 @@ def test_module_is_the_function():
     assert torch.equal(compiled(x, ids, scores), want)
 
 
+@pytest.mark.parametrize("dispatch", ["all_to_all", "symmetric"])
+def test_without_a_group_tokens_stay(dispatch: str):
+    """One program runs on one process and on several; torchtitan's jobs refuse ``symmetric`` without other ranks."""
+    inputs = torch.randn(T, D, device=DEVICE), torch.rand(T, E, device=DEVICE).topk(K).indices
+    layer, got = RoutedExperts(E, D, H, device=DEVICE), []
+    for layer.config in (Fp8FlowMoEConfig(), Fp8FlowMoEConfig(dispatch=dispatch)):
+        got.append(layer(*inputs, torch.full((T, K), 0.5, device=DEVICE)))
+    assert torch.equal(*got)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

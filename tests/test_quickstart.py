@@ -171,6 +171,36 @@ def test_training_without_torchtitan_names_the_environment(tmp_path: Path):
     assert done.stderr.startswith(f"error: {tmp_path}/python3 lacks torchtitan; activate its environment")
 
 
+@pytest.mark.parametrize(("removed", "arguments", "said"), [
+    ("config_module", "", 'fp8_flow_moe is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.'),
+    ("tokenizer", "", "model.hf_assets_path = 'CORPUS/tokenizer' has no tokenizer.json; download it, or"),
+    ("", "--model.hf-assets-path CORPUS", "model.hf_assets_path = 'CORPUS' has no tokenizer.json"),
+    ("train", "", "training.dataset_path = 'CORPUS/train' does not exist; tools/build_corpus.py makes"),
+    ("", "--training.dataset=c4 --training.dataset_path=/no/where", "training.dataset_path = '/no/where' does not"),
+    ("config_module", "--job.custom_config_module=titan_fp8moe.torchtitan", ""),
+    ("config_module", "--model.converters=", ""),
+    ("train", "--training.dataset c4 --training.dataset_path owner/name", ""),
+])  # fmt: skip
+def test_what_a_first_run_lacks_is_named_before_it_is_launched(tmp_path: Path, removed: str, arguments: str, said: str):
+    text = (ROOT / "train_configs/debug.toml").read_text().replace("outputs/corpus", str(tmp_path))
+    (tmp_path / "job.toml").write_text(
+        text.replace("custom_config_module", "#") if removed == "config_module" else text
+    )
+    for name in {"tokenizer", "train"} - {removed}:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").touch()
+    path = fake_python(
+        tmp_path, f'case "$1" in tools/launch.py) echo launched ;; *) exec {sys.executable} "$@" ;; esac'
+    )
+    arguments = arguments.replace("CORPUS", str(tmp_path)).split()
+    done = run_tool("run_train.sh", *arguments, PATH=path, CONFIG_FILE=str(tmp_path / "job.toml"))
+    if not said:
+        assert (done.returncode, done.stdout) == (0, "launched\n"), done.stderr
+        return
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {said.replace('CORPUS', str(tmp_path))}")
+
+
 @pytest.mark.parametrize(("variables", "arguments", "said"), [
     ({"STEPS": "abc"}, "", "STEPS = abc; set it to a whole number from 1"),
     ({"STEPS": "0"}, "", "STEPS = 0; set it"),

@@ -4,6 +4,7 @@ References are Transformers' own experts, eager and in fp32, unless a test says 
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import re
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -541,6 +542,97 @@ def test_a_model_in_which_nothing_runs_in_fp8_is_named():
         adapter.converted(make_model())
 
 
+def other_experts(experts: Any, *inputs: Tensor) -> Tensor:
+    """Another package's forward."""
+    return moe.grouped_mm_experts_forward(experts, *inputs)
+
+
+def other_layer(layer: Any, x: Tensor) -> Tensor:
+    _, scores, ids = layer.gate(x.flatten(0, 1))
+    return other_experts(layer.experts, x.flatten(0, 1), ids, scores).view(x.shape)
+
+
+def hooked(module: Any) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+
+
+def bind(module: Any, forward: Callable) -> None:  # as Liger and the library kernels do
+    module.forward = MethodType(forward, module)
+
+
+def timed(module: Any) -> None:
+    forward = module.forward
+    module.forward = functools.wraps(forward)(lambda *args: forward(*args))
+
+
+def in_place_of(kind: type, forward: Callable) -> None:
+    kind.forward = functools.wraps(kind.forward)(forward)
+
+
+OTHERS = {
+    "experts": lambda layer: bind(layer.experts, other_experts),
+    "their class": lambda layer: in_place_of(type(layer.experts), other_experts),
+    "below accelerate's hook": lambda layer: (bind(layer.experts, other_experts), hooked(layer.experts)),
+    "above accelerate's hook": lambda layer: (hooked(layer.experts), bind(layer.experts, other_experts)),
+    "in training": lambda layer: bind(
+        layer.experts, lambda self, x, *rest: (other_experts if x.requires_grad else type(self).forward)(self, x, *rest)
+    ),
+    "layer": lambda layer: bind(layer, other_layer),
+    "the layer's class": lambda layer: in_place_of(type(layer), other_layer),
+    "layer below a hook": lambda layer: (bind(layer, other_layer), hooked(layer)),
+}
+WRAPPERS = {
+    "accelerate's hook": lambda layer: hooked(layer.experts),
+    "the layer's hook": lambda layer: (hooked(layer.experts), hooked(layer)),
+    "a timer": lambda layer: timed(layer.experts),
+    "compile": lambda layer: setattr(layer.experts, "forward", torch.compile(layer.experts.forward, backend="eager")),
+}
+
+
+@pytest.mark.parametrize("change", [*OTHERS, *WRAPPERS])
+def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatch, change: str):
+    model = make_model(num_hidden_layers=1, experts_implementation="fp8_flow")
+    (layer,) = (block.mlp for block in model.model.layers)
+    for kind in (type(layer), type(layer.experts)):
+        monkeypatch.setattr(kind, "forward", kind.forward)  # put back after the test
+    (OTHERS | WRAPPERS)[change](layer)
+    run_layer, calls = adapter.run_layer, []
+    monkeypatch.setattr(adapter, "run_layer", lambda *args: calls.append(args) or run_layer(*args))
+    loss_and_grads(model, make_tokens())
+    assert bool(calls) == (change in WRAPPERS)
+    if calls:
+        assert adapter.converted(model) == ["model.layers.0.mlp.experts"] and len(adapter.fp8_matrices(model)) == 2
+        return
+    why = "has replaced the forward of Qwen3Moe(Experts|SparseMoeBlock); switch that off"
+    with pytest.raises(ValueError, match=f"run in FP8: Qwen3MoeExperts: {__name__} {why}"):
+        adapter.converted(model)
+    adapter._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"^Qwen3MoeExperts does not run in FP8: {__name__} {why}"):
+        assert adapter.fp8_matrices(model) == []
+
+
+def test_fp8_tensors_are_of_the_layers_that_run_in_fp8():
+    model = make_model(experts_implementation="fp8_flow")
+    bind(model.model.layers[0].mlp.experts, other_experts)
+    assert adapter.converted(model) == ["model.layers.1.mlp.experts"]
+    sent = [(name, tensor.dtype) for bucket in fp8_tensors(model) for name, tensor in bucket.items()]
+    assert {name.split(".")[2] for name, dtype in sent if dtype == recipe.FP8} == {"1"}
+
+
+def test_liger_in_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("liger_kernel")
+    modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
+    for name in ("Qwen3MoeExperts", "Qwen3MoeMLP"):
+        monkeypatch.setattr(modeling, name, getattr(modeling, name))  # Liger replaces classes too: put back
+    model = make_model(experts_implementation="fp8_flow")
+    rest = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm"), False)
+    with contextlib.suppress(RuntimeError):  # its kernels do not run on a CPU
+        train(model, tmp_path, use_liger_kernel=True, liger_kernel_config=rest, max_steps=1)
+    with pytest.raises(ValueError, match="liger_kernel.transformers.swiglu has replaced the forward"):
+        adapter.converted(model)
+
+
 def test_partitioned_parameters():
     """DeepSpeed's ZeRO-3 leaves empty tensors with their shapes; of flattened parameters nothing is known."""
     model = make_model(experts_implementation="fp8_flow")
@@ -571,6 +663,15 @@ def test_compile_as_one_graph():
     loss, grads = loss_and_grads(model, tokens, compiled)
     assert loss == pytest.approx(want_loss, rel=1e-4)
     assert all(relative_error(grads[name], want[name]) < 0.05 for name in want)
+
+
+def test_dynamic_shapes():
+    """``dynamic=True`` makes symbols of all numbers, as of these experts' limit."""
+    experts, inputs = make_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"), make_inputs()
+    experts.config._experts_implementation = "fp8_flow"
+    want = experts(*inputs)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(experts, dynamic=True, fullgraph=True, backend="aot_eager")(*inputs), want)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

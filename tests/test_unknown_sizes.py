@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_ffn, grouped_mm
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_ffn, grouped_mm, routed_experts
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FlowLinear
@@ -75,6 +75,16 @@ class GroupedFFN(nn.Module):
         return grouped_ffn(x, w1, w2, w3, ends, scores=scores[:, 0])
 
 
+class Clamped(GroupedFFN):
+    """With numbers in its specification; :func:`routed_experts` of plain tensors."""
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        w1, w2, w3 = (self.weights[i] for i in range(3))
+        parameters = dict(limit=2.0, alpha=1.5)
+        options = dict(activation="clamped_swiglu", activation_parameters=parameters)
+        return routed_experts(x, w1, w2, w3, ids, scores, **options)
+
+
 def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(tokens, D, device=DEVICE, requires_grad=True)
     return x, torch.rand(tokens, E, device=DEVICE).topk(K).indices, torch.rand(tokens, K, device=DEVICE)
@@ -99,6 +109,20 @@ def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
         results = []
         for call in (select, compiled):
             out = call(mask, *inputs)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), [inputs[0], *layer.parameters()])])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Routed, WithShared, Dense, Linear, GroupedFFN, Clamped], ids=lambda k: k.__name__)
+def test_dynamic_shapes(kind: type[nn.Module]):
+    """``dynamic=True`` makes symbols of all numbers, and of those in a specification too."""
+    layer = kind()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="aot_eager")
+    for count in (T, 33):
+        inputs, results = make_inputs(count), []
+        for call in (layer, compiled):
+            out = call(*inputs)
             results.append([out, *torch.autograd.grad(out.float().square().sum(), [inputs[0], *layer.parameters()])])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -69,8 +69,13 @@ def _hand_over(wrapper: Any, experts: Any, names: list[str]) -> Iterator[None]:
     experts._fp8_flow_lora = before | ({weight: _join([_adapter(wrapper, name) for name in names])} if names else {})
     try:
         yield
+        if experts._fp8_flow_lora:
+            raise ValueError(
+                f"another package's forward of {type(experts).__name__} has run without PEFT's adapters; "
+                "titan_fp8moe.transformers.converted(model) names it"
+            )
     finally:
-        experts._fp8_flow_lora = before
+        experts._fp8_flow_lora = {}
 
 
 def _adapter(wrapper: Any, name: str) -> Adapter:
@@ -92,7 +97,9 @@ def adapted(model: nn.Module) -> set[nn.Module]:
     return {cast(Any, m).get_base_layer() for m in model.modules() if getattr(m, "parameter_name", "") in _PARAMETERS}
 
 
-def handed_over(experts: nn.Module) -> Lora | None:
-    """The adapters that PEFT's wrappers have handed to these experts for the call that runs."""
-    adapters = vars(experts).get("_fp8_flow_lora")
-    return Lora(**adapters) if adapters else None
+def take_over(experts: Any) -> Lora | None:
+    """The adapters that PEFT's wrappers have handed to these experts for the call that runs, once."""
+    if not (adapters := vars(experts).get("_fp8_flow_lora")):
+        return None
+    experts._fp8_flow_lora = {}
+    return Lora(**adapters)

@@ -9,6 +9,7 @@ import math
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from titan_fp8moe.activations import ACTIVATIONS
 
@@ -22,7 +23,12 @@ def encode(spec: tuple) -> str:
 
 
 def _lists(value: Any) -> Any:
-    return [_lists(v) for v in value] if isinstance(value, tuple) else value
+    return [_lists(v) for v in value] if isinstance(value, tuple) else constant(value)
+
+
+def constant(value: Any) -> Any:
+    """A setting as a constant of the graph that torch.compile traces: with ``dynamic=True`` numbers are symbols."""
+    return guard_scalar(value) if isinstance(value, int | float) else value
 
 
 @torch.compiler.assume_constant_result
@@ -87,7 +93,7 @@ class ExpertSpec(NamedTuple):
         """
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; set it to one of {', '.join(map(repr, ACTIVATIONS))}")
-        entry, given = ACTIVATIONS[activation], parameters or {}
+        entry, given = ACTIVATIONS[activation], {name: constant(value) for name, value in (parameters or {}).items()}
         for name, value in given.items():
             if name not in entry.parameters:
                 known = ", ".join(entry.parameters) or "none"

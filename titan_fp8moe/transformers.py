@@ -11,9 +11,11 @@ pass them to :func:`titan_fp8moe.layer.run.run_layer`. The fused ``gate_up_proj`
 without a gate, is its ``w1`` as it lies.
 """
 
+import contextlib
 import functools
 import inspect
 import warnings
+import weakref
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
@@ -29,7 +31,7 @@ from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight, scale_exponents
 from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, constant
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
 
@@ -106,9 +108,22 @@ def _serves(experts: Any) -> bool:
     return experts.config._experts_implementation == NAME and _why_not(experts) is None
 
 
-def fp8_matrices(module: Any) -> list[str]:
-    """Names of the matrices that a module of Transformers multiplies in FP8: those of experts, or none."""
-    return [_first(module), "down_proj"] if _are_experts(module) and _serves(module) else []
+def fp8_matrices(model: nn.Module) -> list[str]:
+    """Names of the matrices that a model of Transformers, or a module of one, multiplies in FP8. Warns of experts for
+    which ``fp8_flow`` is chosen, but which another package runs."""
+    names = []
+    for name, experts in _all_experts(model).items():
+        if not _serves(experts):
+            continue
+        if (why_not := _why_not_called(model, name)) is not None:
+            _warn(f"{type(experts).__name__} does not run in FP8: {why_not}")
+            continue
+        names += [f"{name}.{matrix}".lstrip(".") for matrix in (_first(experts), "down_proj")]
+    return names
+
+
+def _all_experts(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if _are_experts(module)}
 
 
 def _are_experts(module: nn.Module) -> bool:
@@ -123,12 +138,13 @@ def converted(model: nn.Module) -> list[str]:
     Raises:
         ValueError: if there are none. It says why.
     """
-    found: dict[str, Any] = {n: module for n, module in model.named_modules() if _are_experts(module)}
-    found = {name: module for name, module in found.items() if not name.endswith(".original_module")}
+    found = {name: module for name, module in _all_experts(model).items() if not name.endswith(".original_module")}
     selected = {name: module for name, module in found.items() if module.config._experts_implementation == NAME}
     adapted = peft.adapted(model)
     reasons = {
-        name: _why_not(module) or (_why_no_adapters(module) if module in adapted else None)
+        name: _why_not(module)
+        or _why_not_called(model, name)
+        or (_why_no_adapters(module) if module in adapted else None)
         for name, module in selected.items()
     }
     names = [name for name, reason in reasons.items() if reason is None]
@@ -143,6 +159,42 @@ def converted(model: nn.Module) -> list[str]:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
         why = f"{why}; {_STAY}"
     raise ValueError(f"no experts of {type(model).__name__} run in FP8: {why}")
+
+
+_reached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # experts that have got a token which no expert serves
+
+
+def _why_not_called(model: nn.Module, name: str) -> str | None:
+    """Why a call of these experts in training does not come to :func:`_experts_forward`, or None.
+
+    Other packages replace the forward of experts (Liger) or of the layer around them (MegaBlocks, by Transformers'
+    ``use_kernels``), or wrap it (accelerate). Only a call tells where the forward of the experts ends.
+    """
+    experts: Any = model.get_submodule(name)
+    layer = model.get_submodule(name.rpartition(".")[0]) if name else experts
+    _reached.discard(experts)
+    with torch.inference_mode(False), torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):
+        token = torch.zeros(1, _dims(experts)[0], dtype=torch.bfloat16, device="cpu", requires_grad=True)
+        experts.forward(token, torch.empty(1, 0, dtype=torch.long, device="cpu"), torch.empty(1, 0, device="cpu"))
+    replaced = layer if experts in _reached else experts
+    if replaced is layer and _is_of_its_package(layer):
+        return None
+    return f"{_source(replaced)} has replaced the forward of {type(replaced).__name__}; switch that off"
+
+
+def _is_of_its_package(module: nn.Module) -> bool:
+    """Whether no other package has replaced the module's forward."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    return _source(module).partition(".")[0] in packages | {"transformers"}
+
+
+def _source(module: nn.Module) -> str:
+    """The name of the Python module that has a module's forward, below accelerate's hooks."""
+    forward = vars(module).get("forward", type(module).forward)
+    if isinstance(forward, functools.partial):
+        forward = vars(module).get("_old_forward", forward)
+    function = getattr(forward, "__func__", forward)  # functools.wraps changes __module__
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def _experts_forward(
@@ -161,6 +213,9 @@ def _experts_forward(
     Expert parallelism of Transformers marks experts of other ranks by the id ``num_experts``. Ids past the last expert
     get no row from the routing kernels.
     """
+    if top_k_index.shape[1] == 0:  # _why_not_called
+        _reached.add(experts)
+        return hidden_states
     if (why_not := _why_not(experts)) is not None:
         message = f"{type(experts).__name__} cannot run as {NAME}: {why_not}"
         if not keep:
@@ -190,7 +245,7 @@ def _experts_forward(
         if "fp8_flow_cache" not in vars(experts) or experts.fp8_flow_cache.layouts != layouts:
             _add_cache(experts, layouts)
         cache = own_cache(experts, "fp8_flow_cache")
-    spec, lora = cast(ExpertSpec, _expert(experts)), peft.handed_over(experts)
+    spec, lora = cast(ExpertSpec, _expert(experts)), peft.take_over(experts)
     if lora is not None and (why_not := _why_no_adapters(experts)) is not None:
         raise ValueError(f"{type(experts).__name__} cannot run as {NAME}: {why_not}; or {_STAY}")
     host = vars(experts).get("fp8_host")
@@ -244,18 +299,25 @@ def _why_not(experts: Any) -> str | None:
     if _expert(experts) is None:
         of_kind = (name for name, entry in ACTIVATIONS.items() if entry.gated == experts.has_gate)
         return f"its {'gate' if experts.has_gate else 'activation'} is none of {', '.join(of_kind)}"
-    # Between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, and the whole weight's ds_shape.
-    shape = getattr(experts.down_proj, "ds_shape", experts.down_proj.shape)
-    if len(shape) != 3:
+    if len(shape := _down_shape(experts)) != 3:
         return f"its down_proj has the shape {tuple(shape)}; ask before FSDP1 or another wrapper flattens parameters"
-    _, D, H = shape
-    if experts.is_transposed:
-        D, H = H, D
+    D, H = _dims(experts)
     if dtype == FP8 and (D % TILE or H % TILE):
         return f"its FP8 weights have dims {D} and {H} that are not both multiples of {TILE}; load them dequantized"
     if D % STEP or H % STEP:
         return f"its dims {D} and {H} are not both multiples of {STEP}"
     return None
+
+
+def _down_shape(experts: Any) -> torch.Size:
+    # Between forwards DeepSpeed's ZeRO-3 leaves an empty tensor, and the whole weight's ds_shape.
+    return getattr(experts.down_proj, "ds_shape", experts.down_proj.shape)
+
+
+def _dims(experts: Any) -> tuple[int, int]:
+    """D and H."""
+    _, D, H = _down_shape(experts)
+    return (H, D) if experts.is_transposed else (D, H)
 
 
 def _why_no_adapters(experts: Any) -> str | None:
@@ -291,7 +353,7 @@ def _expert(experts: Any) -> ExpertSpec | None:
 
 
 def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, getattr(owner, name, None)) for name in names)
+    return tuple((name, constant(getattr(owner, name, None))) for name in names)
 
 
 # torch.compile before 2.13 passes no modules to such functions, but classes and numbers.

@@ -30,6 +30,21 @@ if ! python3 -c "import importlib.util as util; raise SystemExit(not util.find_s
     echo "error: $(command -v python3) lacks torchtitan; activate its environment, such as: source .venv/bin/activate" >&2
     exit 2
 fi
+python3 - "$CONFIG_FILE" "$@" <<'CHECKS' || exit 2
+import pathlib, sys, tomllib
+tables = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
+job = {f"{table}.{name}": value for table, values in tables.items() for name, value in values.items()}
+words = [word for argument in sys.argv[2:] for word in argument.split("=", 1)]
+job |= {word[2:].replace("-", "_"): value for word, value in zip(words, words[1:]) if word.startswith("--")}
+assets, data = (pathlib.Path(job.get(name) or "") for name in ("model.hf_assets_path", "training.dataset_path"))
+if "fp8_flow_moe" in job.get("model.converters", "") and not job.get("job.custom_config_module"):
+    sys.exit('error: fp8_flow_moe is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.torchtitan"')
+if not any((assets / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+    sys.exit(f"error: model.hf_assets_path = {str(assets)!r} has no tokenizer.json; download it, or make one with a"
+             " corpus: tools/build_corpus.py")
+if (job.get("training.dataset") == "c4_test" or data.is_absolute()) and not data.exists():
+    sys.exit(f"error: training.dataset_path = {str(data)!r} does not exist; tools/build_corpus.py makes a corpus")
+CHECKS
 LOG_RANK=${LOG_RANK:-0}
 NNODES=${NNODES:-1}
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-localhost:0}

@@ -45,6 +45,8 @@ class JumpingTrainer(torchtitan.train.Trainer):
 
     def run(self) -> tuple[list[float], list[torch.Tensor], list[bool], list[int]]:
         losses, fast, graphs = [], [], []
+        for part in self.model_parts:
+            part.tok_embeddings.register_forward_hook(lambda *args: torch.nn.functional.dropout(args[-1], 0.1))
         self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
         self.metrics_processor.should_log = lambda step: True
         data = self.batch_generator(None)

@@ -224,7 +224,7 @@ def vendors(kind: type) -> type:
 
 
 VendorMoE, VendorRoutedExperts, VendorExperts = map(vendors, (MoE, RoutedExperts, GroupedExperts))
-VendorDispatcher, VendorLinear = map(vendors, (AllToAllTokenDispatcher, Linear))
+VendorDispatcher, VendorLinear, VendorFFN = map(vendors, (AllToAllTokenDispatcher, Linear, FeedForward))
 
 
 @override(target=MoE.Config, fqns=["*layers.3.*"])
@@ -267,6 +267,41 @@ def test_an_override_of_experts_is_an_error(name: str):
     job.override.imports = [vendor]
     with pytest.raises(ValueError, match=r"layers.\d.moe has a .*Vendors; leave it in bf16.*override"):
         start(job)
+
+
+@override(target=FeedForward.Config)
+def vendor_ffn(config: Any) -> Any:
+    return derive(config, VendorFFN.Config)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("routed_experts", "routed_experts"),
+        ("experts", "inner_experts"),
+        ("ffn", "shared_experts"),
+        ("linear", "w[12]"),
+    ],
+)
+def test_an_override_after_the_conversion_is_an_error(name: str, part: str):
+    """It would take the layer out of FP8, or not be called: a second trainer of one config, or a program's own call."""
+    job = by_registry()
+    convert(job)
+    job.override.imports = [f"{__name__}.vendor_{name}"]
+    apply_overrides(job.override, job)
+    with pytest.raises(ValueError, match=rf"Vendors has replaced {part} of a Fp8Flow\w+ after fp8_flow_moe had conv"):
+        build(job)
+
+
+def test_an_override_of_a_dense_ffn_after_the_conversion_is_an_error():
+    """Whose owner is torchtitan's: the first step finds it."""
+    job = by_registry()
+    convert(job)
+    model = job.model_spec.model
+    model.layers[0].feed_forward = derive(model.layers[0].feed_forward, FeedForward.Config)
+    metrics = SimpleNamespace(config=job.metrics, model_parts=[build(job)])
+    with pytest.raises(ValueError, match="FeedForward has replaced layers.0.feed_forward after fp8_flow_moe had"):
+        Fp8FlowMetrics._watch(metrics)
 
 
 def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():

@@ -30,7 +30,6 @@ from torchtitan.tools import utils
 from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan import toml_file
-from titan_fp8moe.torchtitan.first_hour import check_corpora, check_tokenizer
 from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
@@ -63,8 +62,6 @@ def check_config(config: JobConfig) -> None:
     for section in ("training", *["validation"] * config.validation.enable):
         if (dataset := getattr(config, section).dataset) not in DATASETS:
             raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
-    check_tokenizer(config)
-    check_corpora(config)
 
 
 def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:

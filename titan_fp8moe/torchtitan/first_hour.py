@@ -1,9 +1,5 @@
-"""Mistakes of a first run that torchtitan 0.2.2 finds late, says badly or passes over: checkpoints, corpus, tokenizer.
+"""Checks the checkpoint that a job would resume from: torchtitan 0.2.2 finds some mistakes late, or begins anew."""
 
-The converter checks the checkpoint that the job would resume from, and the dry run everything.
-"""
-
-import json
 import re
 from pathlib import Path
 
@@ -11,7 +7,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
 
 _RESUMED = "optimizer", "lr_scheduler", "train_state"  # besides the model, and data that TorchFT has elsewhere
@@ -94,55 +89,3 @@ def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
         if (size := path.stat().st_size if path.is_file() else 0) < end:
             raise ValueError(f"{path} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
     return metadata, sorted(ends)
-
-
-def check_tokenizer(job: JobConfig) -> None:
-    """Warns of a tokenizer that is not on this machine.
-
-    Raises:
-        ValueError: the folder is there, without a file of which torchtitan makes a tokenizer.
-    """
-    folder = Path(job.model.hf_assets_path)
-    if not folder.is_dir():
-        logger.warning(f"model.hf_assets_path = {str(folder)!r}: there is no such folder on this machine; {_TOKENIZER}")
-    elif not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
-        raise ValueError(f"model.hf_assets_path = {str(folder)!r} has no tokenizer.json; {_TOKENIZER}")
-
-
-def check_corpora(job: JobConfig) -> None:
-    """Warns of a corpus that is not on this machine: torchtitan asks the Hugging Face hub for the folder, for a minute.
-
-    Raises:
-        ValueError: a local corpus has no text, which torchtitan notices when it trains.
-    """
-    for section in ("training", *["validation"] * job.validation.enable):
-        settings = getattr(job, section)
-        if (dataset := DATASETS.get(settings.dataset.lower())) is None:
-            continue
-        given, path = settings.dataset_path, Path(settings.dataset_path or dataset.path).expanduser()
-        names_folder = given is not None and (path.is_absolute() or given.startswith("."))
-        if (names_folder or settings.dataset == "c4_test") and not path.exists():
-            logger.warning(f"{section}.dataset_path = {given!r}: there is no {path} on this machine; {_CORPUS}")
-        if dataset.sample_processor is DATASETS["c4"].sample_processor:  # datasets of one's own can have other fields
-            _check_text(path)
-
-
-def _check_text(corpus: Path) -> None:
-    for file in [corpus] if corpus.suffix == ".jsonl" else sorted(corpus.glob("*.jsonl"))[:1]:
-        if not file.is_file():
-            continue
-        with file.open(errors="replace") as lines:
-            first = lines.readline()
-        try:
-            text = json.loads(first)["text"]
-        except (ValueError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(f'{file}: its first line is no {{"text": "..."}}, but {first[:60]!r}; {_CORPUS}')
-
-
-_CORPUS = "tools/build_corpus.py makes a corpus of text files"
-_TOKENIZER = (
-    "name a folder with tokenizer.json: a downloaded model's, or that of tools/build_corpus.py, which makes one with a "
-    "corpus"
-)

@@ -25,7 +25,7 @@ if not RELEASE.startswith("0.3."):
 from torchtitan.config.override import override
 from torchtitan.models.common.moe import MoE, RoutedExperts
 
-# torchtitan's main has other layers, of which titan_fp8moe.torchtitan03.stacked is ready for a part.
+# torchtitan's main has other layers.
 if (parts := {field.name for field in fields(RoutedExperts.Config)}) != {
     "inner_experts",
     "token_dispatcher",

@@ -60,6 +60,12 @@ class Fp8FlowMetrics(MetricsProcessor):
         names = sorted(self.config.watched, key=natural)
         flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
         here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
+        for name, module in here.items():
+            if not hasattr(type(module), "nan_flags"):
+                raise ValueError(
+                    f"{type(module).__qualname__} has replaced {name} after fp8_flow_moe had converted the model; "
+                    "apply that override before"
+                )
         return NanWatch(names, here, utils.device_type, logger)
 
     def _after_step(self) -> None:

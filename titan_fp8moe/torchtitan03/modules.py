@@ -89,21 +89,15 @@ class Fp8FlowDispatcher(Configurable):
         self.ep_mesh = ep_mesh
 
 
-def run_experts(
-    layer: Any,
-    experts: Any,
-    x: Tensor,
-    topk_scores: Tensor,
-    topk_ids: Tensor,
-    meanwhile: Callable[[], Tensor] | None,
-    shared: "Fp8FlowFeedForward | None",
-) -> Tensor:
-    """(..., D) -> (..., D), scores and ids (..., K). ``layer`` has the settings, ``experts`` the parameters."""
-    D, K = x.shape[-1], topk_scores.shape[-1]
-    given = cast(TitanExperts, experts).for_layer(layer, layer.token_dispatcher.ep_mesh)
-    ffn = None if shared is None else shared.shared(shared.scores(x))
-    scores_TK = topk_scores.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
-    return run_layer(x.reshape(-1, D), topk_ids.reshape(-1, K), scores_TK, given, ffn, meanwhile).view(x.shape)
+def _check_parts(owner: Any, **kinds: type) -> None:
+    """Raises ValueError if an override has replaced a part since the conversion: it would not run, or run in bf16."""
+    for name, kind in kinds.items():
+        part = getattr(owner, name)
+        if not isinstance(part, kind) or (kind is Linear and type(part) is not Linear):
+            raise ValueError(
+                f"{type(part).__qualname__} has replaced {name} of a {type(owner).__qualname__} after fp8_flow_moe had "
+                "converted the model; apply that override before, or with fp8_flow_moe in one override.imports"
+            )
 
 
 class Fp8FlowRoutedExperts(RoutedExperts):
@@ -118,6 +112,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        _check_parts(self, inner_experts=TitanExperts, token_dispatcher=Fp8FlowDispatcher)
         self.config, experts = config.fp8_flow, cast(TitanExperts, self.inner_experts)
         experts.fp8_all_gather, experts.placement = config.fp8_flow.fp8_all_gather, config.placement
         add_cache(self)
@@ -135,7 +130,12 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         """(B, L, D) -> (B, L, D): each token's experts, plus the result of ``meanwhile`` (T, D) or ``shared`` experts.
 
         The counts are not used, since the experts sort routed pairs themselves."""
-        return run_experts(self, self.inner_experts, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, meanwhile, shared)
+        D, K = x_BLD.shape[-1], topk_scores_BLK.shape[-1]
+        given = cast(TitanExperts, self.inner_experts).for_layer(self, self.token_dispatcher.ep_mesh)
+        ffn = None if shared is None else shared.shared(shared.scores(x_BLD))
+        scores_TK = topk_scores_BLK.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
+        x_TD, ids_TK = x_BLD.reshape(-1, D), topk_expert_ids_BLK.reshape(-1, K)
+        return run_layer(x_TD, ids_TK, scores_TK, given, ffn, meanwhile).view(x_BLD.shape)
 
     def extra_repr(self) -> str:
         return self.config.describe()
@@ -150,6 +150,7 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
 
     def __init__(self, config: Config):
         FeedForward.__init__(self, config)
+        _check_parts(self, w1=Linear, w2=Linear, w3=Linear)
         self.config = config.fp8_flow
         add_cache(self)
 
@@ -222,6 +223,9 @@ class Fp8FlowMoE(MoE):
 
     def __init__(self, config: Config):
         super().__init__(config)
+        _check_parts(self, routed_experts=Fp8FlowRoutedExperts)
+        if config.shared == "fp8":
+            _check_parts(self, shared_experts=Fp8FlowFeedForward)
         self.shared = config.shared
 
     def parallelize(self, parallel_dims: Any) -> None:

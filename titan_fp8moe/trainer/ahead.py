@@ -7,6 +7,7 @@ their own. The sum stays on the device, as in torchtitan 0.3: its communicator a
 the optimizer, and NCCL runs what a communicator does in order.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -48,8 +49,17 @@ class _OnItsWay(Tensor):
         self.there = tensor.to(device, non_blocking=True)
         return self
 
-    def to(self, *_: Any, **__: Any) -> Tensor:
-        return self.there
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The copy, if its device is all that is asked for, as torchtitan does."""
+        if args == (self.there.device,) and not kwargs:
+            return self.there
+        return self.as_subclass(Tensor).to(*args, **kwargs)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
 
 
 def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
@@ -58,12 +68,14 @@ def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
         if self.device.type != "cuda":
             return train_step(self, data_iterator)
         compute, computing, copying = self.forward_backward_step, torch.cuda.current_stream(), _copying(self.device)
-        send = functools.partial(_OnItsWay.to_device, self.device)
+        send, sent = functools.partial(_OnItsWay.to_device, self.device), torch.cuda.Event()
 
         def batches() -> Iterator[Any]:
             for batch in data_iterator:
                 torch.cuda.set_stream(copying)
-                yield tree_map_only(Tensor, send, batch)
+                on_its_way = tree_map_only(Tensor, send, batch)
+                sent.record(copying)
+                yield on_its_way
 
         def forward_backward_step(**batch: Any) -> Tensor:
             torch.cuda.set_stream(computing)
@@ -79,6 +91,7 @@ def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
         finally:
             torch.cuda.set_stream(computing)
             del self.forward_backward_step
+            sent.synchronize()  # the next step's loader may write to the same pinned memory
 
     return wrapper
 

@@ -4,7 +4,6 @@ See :mod:`titan_fp8moe.dispatch.auto`.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,20 +38,25 @@ def describe(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: s
     """How tokens travel, and whether that may change. ``reason``: as for :func:`prepare`."""
     if layout.expert_shards == 1:
         return "", False
-    way = f"dispatch over {config.backend.description}"
+    way, condition = f"dispatch over {config.backend.description}", ""
+    if preflight.ranks_of_a_node() is None:
+        condition = f", if the {layout.expert_shards * layout.hidden_dim_shards} ranks share a node"
+    if config.dispatch == "symmetric":
+        return f"{way}{condition}", False
     if config.dispatch != "auto":
         return way, False
     if (reason := reason or _why_all_to_all(layout)) is not None:
         return f"{way}: {reason}", False
-    return f"{way}, and over symmetric memory once all rows fit", True
+    return f"{way}, and over symmetric memory once all rows fit{condition}", True
 
 
 def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:
-    ranks = layout.expert_shards * layout.hidden_dim_shards
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    ranks, devices = layout.expert_shards * layout.hidden_dim_shards, range(0)
+    if preflight.trains_here():
+        devices = range(torch.cuda.device_count())
+    here = preflight.ranks_of_a_node() or len(devices) or ranks
     if ranks > here:
         return f"{ranks} ranks share the experts and a node has {here}"
-    devices = range(torch.cuda.device_count()) if preflight.trains_here() else ()
     if any(a != b and not torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices):
         return "a GPU cannot access another one's memory"
     return None
@@ -67,7 +71,7 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(train_step)
     def wrapper(self: Any, data_iterator: Iterator[Any]) -> None:
         taken: list[Any] = []
-        ntokens_seen = self.ntokens_seen
+        ntokens_seen, drawn = self.ntokens_seen, _random_states() if auto.is_fast() else ()
 
         def take() -> Iterator[Any]:
             nonlocal ntokens_seen
@@ -81,11 +85,24 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
 
         def forget() -> None:
             self.ntokens_seen = ntokens_seen
+            _draw_again(*drawn)
             _forget(self.model_parts)
 
         return auto.run_step(step, forget)
 
     return wrapper
+
+
+def _random_states() -> tuple[torch.Tensor, ...]:
+    """Of PyTorch's default generators. The device's is kept on the host, so that reading it waits for nothing."""
+    return (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else ()))
+
+
+def _draw_again(cpu: torch.Tensor, *cuda: torch.Tensor) -> None:
+    """Lets dropout and routers' noise draw the numbers again that they drew since :func:`_random_states`."""
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
 
 
 def _forget(model_parts: list[torch.nn.Module]) -> None:

@@ -230,18 +230,22 @@ def check_hardware() -> str:
     return f"Triton kernels on {name}"
 
 
+def ranks_of_a_node() -> int | None:
+    """As torchrun tells. None if nobody does: to other launchers, or for other machines."""
+    return None if _elsewhere else int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+
+
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """A backend may need all ranks of a group on one node, whose number torchrun tells; and it needs such a group."""
+    """A backend may need all ranks of a group on one node; and it needs such a group."""
     if config.dispatch == "auto" or not config.backend.single_node:  # auto may be on symmetric memory, of another job
         return
-    local_ranks = None if _elsewhere else os.environ.get("LOCAL_WORLD_SIZE")
-    ranks = layout.expert_shards * layout.hidden_dim_shards
+    local_ranks, ranks = ranks_of_a_node(), layout.expert_shards * layout.hidden_dim_shards
     if layout.expert_shards == 1:
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" sends tokens to other expert-parallel ranks, but there are '
             'none; raise parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "auto"'
         )
-    if local_ranks is not None and ranks > int(local_ranks):
+    if local_ranks is not None and ranks > local_ranks:
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
             f"ranks share the experts and a node has {local_ranks}; lower "
