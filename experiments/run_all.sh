@@ -124,6 +124,7 @@ for phase in full layers loss host glm; do
         python3 -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases "$phase"
 done
 part numerics 1 200 python3 -m experiments.numerics.layer --out experiments/numerics
+part double_quantization 0 60 python3 -m experiments.numerics.double_quantization --out experiments/numerics
 
 both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
 train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"

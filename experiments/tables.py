@@ -497,16 +497,16 @@ def layer_ablations(records: Records) -> str:
     return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
 
 
-def activations(records: Records) -> str:
-    """Relative errors of each activation's layer."""
+def activations(records: Records, kind: str = "activation_error") -> str:
+    """Relative errors of each activation's layer, or of another ``kind`` of records, named ``KIND COLUMN: ROW``."""
     found: dict[str, dict[str, str]] = {}
     for r in records.all:
-        if r["name"].startswith("activation_error "):
-            tensor, activation = r["name"].removeprefix("activation_error ").split(": ")
-            found.setdefault(activation, {})[tensor] = f"{r['value']:.4f}"
+        if r["name"].startswith(f"{kind} "):
+            column, row = r["name"].removeprefix(f"{kind} ").split(": ")
+            found.setdefault(row, {})[column] = f"{r['value']:.4f}"
             records.used.append(r)
-    tensors = list(next(iter(found.values()), {}))
-    return markdown(["", *tensors], [[name, *(of.get(tensor, "") for tensor in tensors)] for name, of in found.items()])
+    columns = list(dict.fromkeys(column for of in found.values() for column in of))
+    return markdown(["", *columns], [[name, *(of.get(column, "") for column in columns)] for name, of in found.items()])
 
 
 def transformers(records: Records, one_token: bool = False) -> str:
@@ -677,6 +677,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
         *(gemms, data_movement, exchange, pairs, gradient_noise),
     )
 }
+TABLES["double_rounding"] = partial(activations, kind="double_rounding")
 TABLES["training_settings"] = partial(training, others=True)
 TABLES["other_layers"] = partial(layers, main=False)
 TABLES["transformers_token"] = partial(transformers, one_token=True)

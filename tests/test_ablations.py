@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from experiments.ablations import dequantize_transpose_requantize, permute_then_copy, requantized_pair
+from experiments.numerics import double_quantization
 from tests.layer import DEVICE, assert_equal
 from tests.processes import run_script
 from titan_fp8moe import ops, recipe
@@ -89,3 +90,14 @@ print(float(relative_error(moe._run_experts_grouped_mm(*weights, x, counts), wan
 """
     found = run_script("-c", script)
     assert 0.02 < float(found.stdout) < 0.1, found.stderr
+
+
+def test_only_fp32_scales_round_twice():
+    """experiments/numerics: powers of two add no error by a second rounding, unless tokens differ in size."""
+    normal, opposed = (double_quantization.errors(0, binades) for binades in (0, 3))
+    columns, once = "rows, then columns", "once"
+    assert normal[f"{columns}: fp32 scales"] > 1.3 * normal[f"{once}: fp32 scales"]
+    for name in (columns, "balanced", "scaling_aware"):
+        assert normal[f"{name}: powers of two"] == pytest.approx(normal[f"{once}: powers of two"], rel=0.01)
+    assert opposed["balanced: powers of two"] == pytest.approx(opposed[f"{once}: powers of two"], rel=0.01)
+    assert opposed["scaling_aware: powers of two"] > 1.5 * opposed[f"{columns}: powers of two"] > 0.1
