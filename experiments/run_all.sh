@@ -126,6 +126,10 @@ done
 part numerics 1 200 python3 -m experiments.numerics.layer --out experiments/numerics
 part double_quantization 0 60 python3 -m experiments.numerics.double_quantization --out experiments/numerics
 
+dense=(--variants bf16 float8_tensorwise float8_rowwise fp8_flow fp8_flow:linear_fqns=attention. -- --activation_checkpoint.mode=none)
+train llama3_1b 1 530 --model llama3_1b "${dense[@]}"
+train llama3_8b 1 530 --model llama3_8b --layers 8 "${dense[@]}"
+
 both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
 train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"
 # Whole models, three runs each. dispatch = "auto" changes its way after 20 steps, or later where it waits for the routing.

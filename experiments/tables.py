@@ -366,6 +366,17 @@ def titan03(records: Records) -> str:
     return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
 
 
+def dense(records: Records) -> str:
+    """Tokens/s and GiB of dense models, a row for the modules that are FP8."""
+    rows, peers = [], {"bf16": "bf16", "float8_tensorwise": "float8 tensorwise", "float8_rowwise": "float8 rowwise"}
+    for name, shape in records.named(r"train_llama3_\w+( linear_fqns=\S+)?"):
+        run = records.pair(name, shape)
+        fp8 = "FFNs and linears of attention" if "linear_fqns" in name else "FFNs"
+        title = setting(shape, ", activation_checkpoint.mode=none")
+        rows.append([title, fp8, *(run.cell(peer) for peer in peers), *run.over_strongest(peers), spread(run.speed)])
+    return markdown(["tokens/s, GiB reserved", "FP8", *peers.values(), *_OURS_AND_MEMORY, "spread"], rows)
+
+
 def first_steps(records: Records) -> str:
     """Seconds of training's first step with empty caches, and from the launch."""
     rows = []
@@ -671,7 +682,7 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
+        *(headline, training, dense, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
         *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
         *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
         *(gemms, data_movement, exchange, pairs, gradient_noise),
