@@ -110,6 +110,8 @@ kernels gemm 530 --budget 500 ${deepgemm:+--deepgemm "$deepgemm"}
 kernels routed_vs_fused_bf16 530 --budget 450
 kernels model_layers 530 --budget 400
 kernels grouped_ffn 300 --budget 200
+kernels dense 300 --budget 200
+kernels peaks 200 --budget 150
 # Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.
 peer sonicmoe 530 sonicmoe --budget 450
 peer transformer_engine 530 transformer_engine.pytorch --budget 300

@@ -291,6 +291,29 @@ def grouped_ffn(records: Records) -> str:
     return markdown([_MS, "bf16, three `_grouped_mm`", "three `grouped_mm`", _OURS, "of which moves"], rows)
 
 
+def dense_linears(records: Records) -> str:
+    """Linears of dense FFNs and whole FFNs against bf16; of linears also the ratio that a roofline allows."""
+    rows = []
+    for name, shape in records.named("dense_(linears|ffn).*"):
+        found = first(records.of(name, shape))
+        bound = found.get("roofline")
+        limits = [f"{bound:.2f}x", f"{found['of_roofline']:.0%}"] if bound else ["", ""]
+        ratio = f"**{found['speedup']:.2f}x**"
+        what = name.replace("dense_linears", "linears").replace("dense_ffn", "FFN")
+        rows.append([shape, what, number(found["reference_value"]), number(found["value"]), ratio, *limits])
+    return markdown(["dense FFN", "", "bf16, ms", "titan_fp8moe, ms", "ratio", "roofline", "of it"], rows)
+
+
+def peaks(records: Records) -> str:
+    """What the GPU reaches: a copy in GB/s, products in TFLOP/s."""
+    rows = []
+    for name, shape in records.named("peak (copy|product)"):
+        found = records.of(name, shape)
+        peers = [cell(found, peer) if name == "peak product" else "" for peer in ("bf16", "fp8 per tensor")]
+        rows.append([name.removeprefix("peak "), shape, number(first(found)["value"]), *peers])
+    return markdown(["", "shape", "GB/s of a copy, TFLOP/s of ours", "cuBLAS bf16", "cuBLAS FP8 per tensor"], rows)
+
+
 def gemms(records: Records) -> str:
     """TFLOP/s by state of the GPU."""
     references, rows = ("", "bf16", "torchao rowwise", "deepgemm"), []
@@ -684,7 +707,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     for table in (
         *(headline, training, dense, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
         *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
-        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
+        *(routed_vs_fused_bf16, model_layers, grouped_ffn, dense_linears, peaks, activations, transformers, lora),
         *(gemms, data_movement, exchange, pairs, gradient_noise),
     )
 }
