@@ -116,8 +116,8 @@ def _convert(module: Any, config: Fp8FlowMoEConfig) -> nn.Module:
     return module
 
 
-_TORCHAO, _CHECKED_ON = "torchao.quantization", "torchao 0.18"
-patches.put(f"{_TORCHAO}.transform_module:_QUANTIZE_CONFIG_HANDLER", Fp8FlowMoEConfig, _convert, checked_on=_CHECKED_ON)
+_HANDLERS, _CHECKED_ON = "torchao.quantization.transform_module:_QUANTIZE_CONFIG_HANDLER", "torchao 0.18"
+patches.put(_HANDLERS, Fp8FlowMoEConfig, _convert, checked_on=_CHECKED_ON)
 patches.wrap(quant_api, "_replace_with_custom_fn_if_matches_filter", _with_default_filter, checked_on=_CHECKED_ON)
 # The config stays free of torchao: it becomes an AOBaseConfig here, which quantize_ asks for.
 AOBaseConfig.register(Fp8FlowMoEConfig)

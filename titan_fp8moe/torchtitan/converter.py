@@ -34,9 +34,7 @@ NAME = "fp8_flow_moe"
 # What per-op activation checkpointing keeps. The routed experts save little and recompute by themselves. The router's
 # choice is kept so that the recomputation routes exactly as the forward did.
 _SAVED_OPS = {*SAVED_OPS, torch.ops.aten.topk.default}
-_PARALLELIZE = (
-    *(llama3_parallelize, llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize, gpt_oss_parallelize),
-)
+_PARALLELIZE = (llama3_parallelize, llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize, gpt_oss_parallelize)
 _CHECKED_ON = "torchtitan 0.2.2"
 _TRAIN = "torchtitan.train"
 
