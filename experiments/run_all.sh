@@ -110,6 +110,8 @@ kernels gemm 530 --budget 500 ${deepgemm:+--deepgemm "$deepgemm"}
 kernels routed_vs_fused_bf16 530 --budget 450
 kernels model_layers 530 --budget 400
 kernels grouped_ffn 300 --budget 200
+kernels dense 300 --budget 200
+kernels peaks 200 --budget 150
 # Its autotuner compiles for ten minutes with an empty cache: after a timeout call the part again.
 peer sonicmoe 530 sonicmoe --budget 450
 peer transformer_engine 530 transformer_engine.pytorch --budget 300
@@ -124,6 +126,11 @@ for phase in full layers loss host glm; do
         python3 -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases "$phase"
 done
 part numerics 1 200 python3 -m experiments.numerics.layer --out experiments/numerics
+part double_quantization 0 60 python3 -m experiments.numerics.double_quantization --out experiments/numerics
+
+dense=(--variants bf16 float8_tensorwise float8_rowwise fp8_flow fp8_flow:linear_fqns=attention. -- --activation_checkpoint.mode=none)
+train llama3_1b 1 530 --model llama3_1b "${dense[@]}"
+train llama3_8b 1 530 --model llama3_8b --layers 8 "${dense[@]}"
 
 both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
 train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"

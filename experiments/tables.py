@@ -291,6 +291,29 @@ def grouped_ffn(records: Records) -> str:
     return markdown([_MS, "bf16, three `_grouped_mm`", "three `grouped_mm`", _OURS, "of which moves"], rows)
 
 
+def dense_linears(records: Records) -> str:
+    """Linears of dense FFNs and whole FFNs against bf16; of linears also the ratio that a roofline allows."""
+    rows = []
+    for name, shape in records.named("dense_(linears|ffn).*"):
+        found = first(records.of(name, shape))
+        bound = found.get("roofline")
+        limits = [f"{bound:.2f}x", f"{found['of_roofline']:.0%}"] if bound else ["", ""]
+        ratio = f"**{found['speedup']:.2f}x**"
+        what = name.replace("dense_linears", "linears").replace("dense_ffn", "FFN")
+        rows.append([shape, what, number(found["reference_value"]), number(found["value"]), ratio, *limits])
+    return markdown(["dense FFN", "", "bf16, ms", "titan_fp8moe, ms", "ratio", "roofline", "of it"], rows)
+
+
+def peaks(records: Records) -> str:
+    """What the GPU reaches: a copy in GB/s, products in TFLOP/s."""
+    rows = []
+    for name, shape in records.named("peak (copy|product)"):
+        found = records.of(name, shape)
+        peers = [cell(found, peer) if name == "peak product" else "" for peer in ("bf16", "fp8 per tensor")]
+        rows.append([name.removeprefix("peak "), shape, number(first(found)["value"]), *peers])
+    return markdown(["", "shape", "GB/s of a copy, TFLOP/s of ours", "cuBLAS bf16", "cuBLAS FP8 per tensor"], rows)
+
+
 def gemms(records: Records) -> str:
     """TFLOP/s by state of the GPU."""
     references, rows = ("", "bf16", "torchao rowwise", "deepgemm"), []
@@ -364,6 +387,17 @@ def titan03(records: Records) -> str:
             rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
     rows.sort(key=lambda row: "GPUs" in row[0])
     return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
+
+
+def dense(records: Records) -> str:
+    """Tokens/s and GiB of dense models, a row for the modules that are FP8."""
+    rows, peers = [], {"bf16": "bf16", "float8_tensorwise": "float8 tensorwise", "float8_rowwise": "float8 rowwise"}
+    for name, shape in records.named(r"train_llama3_\w+( linear_fqns=\S+)?"):
+        run = records.pair(name, shape)
+        fp8 = "FFNs and linears of attention" if "linear_fqns" in name else "FFNs"
+        title = setting(shape, ", activation_checkpoint.mode=none")
+        rows.append([title, fp8, *(run.cell(peer) for peer in peers), *run.over_strongest(peers), spread(run.speed)])
+    return markdown(["tokens/s, GiB reserved", "FP8", *peers.values(), *_OURS_AND_MEMORY, "spread"], rows)
 
 
 def first_steps(records: Records) -> str:
@@ -497,16 +531,16 @@ def layer_ablations(records: Records) -> str:
     return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
 
 
-def activations(records: Records) -> str:
-    """Relative errors of each activation's layer."""
+def activations(records: Records, kind: str = "activation_error") -> str:
+    """Relative errors of each activation's layer, or of another ``kind`` of records, named ``KIND COLUMN: ROW``."""
     found: dict[str, dict[str, str]] = {}
     for r in records.all:
-        if r["name"].startswith("activation_error "):
-            tensor, activation = r["name"].removeprefix("activation_error ").split(": ")
-            found.setdefault(activation, {})[tensor] = f"{r['value']:.4f}"
+        if r["name"].startswith(f"{kind} "):
+            column, row = r["name"].removeprefix(f"{kind} ").split(": ")
+            found.setdefault(row, {})[column] = f"{r['value']:.4f}"
             records.used.append(r)
-    tensors = list(next(iter(found.values()), {}))
-    return markdown(["", *tensors], [[name, *(of.get(tensor, "") for tensor in tensors)] for name, of in found.items()])
+    columns = list(dict.fromkeys(column for of in found.values() for column in of))
+    return markdown(["", *columns], [[name, *(of.get(column, "") for column in columns)] for name, of in found.items()])
 
 
 def transformers(records: Records, one_token: bool = False) -> str:
@@ -671,12 +705,13 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
+        *(headline, training, dense, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
         *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
-        *(routed_vs_fused_bf16, model_layers, grouped_ffn, activations, transformers, lora),
+        *(routed_vs_fused_bf16, model_layers, grouped_ffn, dense_linears, peaks, activations, transformers, lora),
         *(gemms, data_movement, exchange, pairs, gradient_noise),
     )
 }
+TABLES["double_rounding"] = partial(activations, kind="double_rounding")
 TABLES["training_settings"] = partial(training, others=True)
 TABLES["other_layers"] = partial(layers, main=False)
 TABLES["transformers_token"] = partial(transformers, one_token=True)

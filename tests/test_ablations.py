@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from experiments.ablations import dequantize_transpose_requantize, permute_then_copy, requantized_pair
-from tests.layer import DEVICE, assert_equal
+from experiments.numerics import double_quantization
+from tests.layer import DEVICE, CastCounter, assert_equal
 from tests.processes import run_script
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import grouped_mm, ops, recipe, routed_experts
 
 M, D, N = 384, 256, 128
 
@@ -89,3 +91,30 @@ print(float(relative_error(moe._run_experts_grouped_mm(*weights, x, counts), wan
 """
     found = run_script("-c", script)
     assert 0.02 < float(found.stdout) < 0.1, found.stderr
+
+
+def test_only_fp32_scales_round_twice():
+    """experiments/numerics: powers of two add no error by a second rounding, unless tokens differ in size."""
+    normal, opposed = (double_quantization.errors(0, binades) for binades in (0, 3))
+    columns, once = "rows, then columns", "once"
+    assert normal[f"{columns}: fp32 scales"] > 1.3 * normal[f"{once}: fp32 scales"]
+    for name in (columns, "balanced", "scaling_aware"):
+        assert normal[f"{name}: powers of two"] == pytest.approx(normal[f"{once}: powers of two"], rel=0.01)
+    assert opposed["balanced: powers of two"] == pytest.approx(opposed[f"{once}: powers of two"], rel=0.01)
+    assert opposed["scaling_aware: powers of two"] > 1.5 * opposed[f"{columns}: powers of two"] > 0.1
+
+
+def test_casts_of_a_conventional_flow_and_of_ours():
+    """With a cast around each of three GEMMs rows of x and dy are cast six times. Their columns, which the weight
+    gradients need, take six more where nobody transposes in FP8, as this stand-in does. Ours casts x and dout."""
+    shapes = (2, 128, 256), (2, 256, 128), (2, 128, 256), (64, 256)
+    w1, w2, w3, x = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in shapes)
+    offs = torch.tensor([32, 64], dtype=torch.int32, device=DEVICE)
+    with CastCounter() as conventional:
+        gate, up = (grouped_mm(x, w.transpose(1, 2), offs=offs) for w in (w1, w3))
+        grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs=offs).sum().backward()
+    assert conventional.ops["quantize_rows"] == 6 and 2 * conventional.ops["transpose_pair"] == 6
+    ids = torch.arange(64, device=DEVICE).unsqueeze(1) // 32
+    with CastCounter() as ours:
+        routed_experts(x, w1, w2, w3, ids, torch.ones(64, 1, device=DEVICE)).sum().backward()
+    assert ours.ops["quantize_rows"] == 2 and not ours.stray_casts

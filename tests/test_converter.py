@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.torch_version import TorchVersion
+from torchao.quantization import quantize_
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE, TokenReorderer
 from torchtitan.protocols import model_converter, train_spec
@@ -31,6 +32,7 @@ from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import operands
+from titan_fp8moe.torchao import is_moe
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.job_checks import expert_layout
@@ -129,10 +131,7 @@ def test_empty_filter_is_an_error(value):
         make_config(f"{FILTER}={value}")
 
 
-def test_other_models_and_layers_are_refused():
-    config = make_config(model="llama3", flavor="debugmodel")
-    with refused("the model has no MoE layer; choose a model with some, or remove what converts it"):
-        convert(config, make_model(config))
+def test_other_layers_are_refused():
     config = make_config()
     for part, base, said in (
         ("", MoE, "layers.1.moe is a Other with GroupedExperts"),
@@ -426,6 +425,26 @@ def test_the_activation_of_gpt_oss():
     got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
     torch.testing.assert_close(got, gpt_oss_moe.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))
     assert spec.interleaved
+
+
+def test_torchaos_quantize_gives_the_same_layers():
+    """The bits of the converter with the same layers, shared experts included."""
+    job = make_config("--fp8_flow_moe.filter_fqns=feed_forward")
+    model = make_model(job, "cpu", n_layers=2)
+    with torch.no_grad():
+        model.init_weights()
+    converted, results = copy.deepcopy(model), []
+    quantize_(converted, Fp8FlowMoEConfig(), filter_fn=is_moe)
+    assert converted.layers["1"].moe.fp8_shared
+    tokens = torch.randint(0, 100, (2, 32))
+    for m in (converted, convert(job, copy.deepcopy(model)), model):
+        out = m(tokens)
+        out.logsumexp(-1).mean().backward()
+        results.append([out.detach(), *(p.grad for p in m.parameters())])
+    assert_equal(*results[:2])
+    assert not torch.equal(results[0][0], results[2][0])
+    with refused("the layer is a Fp8FlowMoE"):
+        quantize_(converted, Fp8FlowMoEConfig(), filter_fn=is_moe)
 
 
 @pytest.mark.parametrize("change", ["optimizer's step", "checkpoint"])

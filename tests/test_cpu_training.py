@@ -21,7 +21,7 @@ from torchtitan.distributed import utils
 from torchtitan.models import attention
 
 from tests.jobs import make_config, make_dims, make_model
-from tests.processes import ended_well, run_workers, time_limit
+from tests.processes import CPU, ended_well, run_script, run_workers, time_limit
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.flavors import MoEValidator
@@ -41,6 +41,89 @@ EP2 = ["--parallelism.expert_parallel_degree=2"]
 VALIDATION = ["--validation.enable", "--validation.freq=5", "--validation.steps=2", "--validation.seq_len=128"]
 DONE = "for other ranks to complete"  # what rank 0 says at the end
 OP_AC = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+SWITCHED_ON = ["--job.custom_config_module", "titan_fp8moe.torchtitan", "--model.converters", "fp8_flow_moe"]
+# torchtitan 0.2.2's models/deepseek_v3/train_configs/debug_model.toml, which its wheel lacks.
+DEBUG_MODEL = """\
+[job]
+dump_folder = "./outputs"
+description = "DeepSeek-V3 debug training"
+print_config = false
+
+[profiling]
+enable_profiling = false
+save_traces_folder = "profile_trace"
+profile_freq = 10
+enable_memory_snapshot = false
+save_memory_snapshot_folder = "memory_snapshot"
+
+[metrics]
+log_freq = 1
+disable_color_printing = false
+enable_tensorboard = false
+save_tb_folder = "tb"
+enable_wandb = false
+
+[model]
+name = "deepseek_v3"
+flavor = "debugmodel"
+# test tokenizer, for debug purpose only
+hf_assets_path = "./tests/assets/tokenizer"
+# converters = ["float8"]
+
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+eps = 1e-8
+
+[lr_scheduler]
+warmup_steps = 2  # lr scheduler warm up, normally 20% of the train steps
+decay_ratio = 0.8  # lr scheduler decay ratio, 80% of the train steps
+decay_type = "linear"
+min_lr_factor = 0.0
+
+[training]
+local_batch_size = 8
+seq_len = 2048
+max_norm = 1.0  # grad norm clipping
+steps = 10
+dataset = "c4_test"  # supported datasets: c4_test (2K), c4 (177M)
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default" # default / never / always
+tensor_parallel_degree = 1
+enable_async_tensor_parallel = false
+pipeline_parallel_degree = 1
+pipeline_parallel_schedule = "1F1B"
+context_parallel_degree = 1
+expert_parallel_degree = 1
+expert_tensor_parallel_degree = 1
+
+[checkpoint]
+enable = false
+folder = "checkpoint"
+interval = 10
+last_save_model_only = false
+export_dtype = "float32"
+async_mode = "disabled"  # ["disabled", "async", "async_with_pinned_mem"]
+
+[activation_checkpoint]
+mode = "selective"  # ["none", "selective", "full"]
+selective_ac_option = 'op'  # 'int' = ac every positive int layer or 'op', ac based on ops policy
+
+[compile]
+enable=false
+components = ["model", "loss"]
+
+[quantize.linear.float8]
+enable_fsdp_float8_all_gather = false
+precompute_float8_dynamic_scale_for_fsdp = false
+filter_fqns = ["output", "router.gate"]
+
+[quantize.grouped_mm.float8]
+fqns = ["experts"]
+"""
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +178,30 @@ def train(
     return log
 
 
+def train_debug_model(corpus: Path, tmp_path: Path, converters: str, n_processes: int, *arguments: str) -> str:
+    """Log of three small steps of DEBUG_MODEL by torchrun, from a folder that is no checkout. The file has
+    ``converters``, unless that is empty, and the command line ``arguments``."""
+    config = tmp_path / "debug_model.toml"
+    config.write_text(DEBUG_MODEL.replace('# converters = ["float8"]', converters))
+    options = {
+        "job.config_file": config,
+        "job.dump_folder": tmp_path,
+        "model.hf_assets_path": corpus / "tokenizer",
+        "training.dataset_path": corpus / "train",
+        "training.seq_len": 64,
+        "training.local_batch_size": 2,
+        "training.steps": 3,
+        "debug.seed": 0,
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n_processes}"]
+    command = [*torchrun, "-m", "torchtitan.train", *(f"--{name}={value}" for name, value in options.items())]
+    process: dict = dict(cwd=tmp_path, env=os.environ | CPU | {"PYTHONPATH": str(ROOT)}, timeout=time_limit(120))
+    run = subprocess.run([*command, *arguments], capture_output=True, text=True, **process)
+    log = run.stdout + run.stderr
+    assert ended_well(run) and DONE in log, log[-6000:]
+    return re.sub(r"\x1b\[[\d;]*m", "", log)
+
+
 def losses(log: str, kind: str = "step") -> list[float]:
     found = re.findall(rf"(?m)^(?:\[rank0\]:)?\[titan\].*INFO - {kind}: +\d+ +loss: +(\S+)", log)
     return [float(loss) for loss in found]
@@ -119,6 +226,35 @@ def test_loss_falls(corpus: Path, tmp_path: Path, converters: list[str], n_proce
         validation_loss = losses(log, "validate step")
         assert len(validation_loss) == 3  # after steps 1, 5 and 10
         assert validation_loss[-1] < validation_loss[0] - 2, validation_loss
+
+
+@pytest.mark.parametrize(("n_processes", "overrides"), [(1, []), (2, EP2)], ids=["one", "ep2"])
+def test_two_flags_switch_on_fp8_for_torchtitans_own_file(corpus: Path, tmp_path: Path, n_processes, overrides):
+    log = train_debug_model(corpus, tmp_path, "", n_processes, *SWITCHED_ON, *overrides)
+    assert "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears in FP8" in log
+    assert len(losses(log)) == 3 * n_processes  # torchrun shows all ranks
+
+
+def test_a_filter_on_the_command_line_is_bf16(corpus: Path, tmp_path: Path):
+    """As no converter: the same losses and gradient norms to the last digit that the log has."""
+    log = train_debug_model(corpus, tmp_path, "", 1, *SWITCHED_ON, "--fp8_flow_moe.filter_fqns", "layers")
+    assert "0 MoE layers, 0 shared experts, 0 dense FFNs, 0 linears in FP8" in log
+    bf16 = train_debug_model(corpus, tmp_path, "converters = []", 1, *SWITCHED_ON[:2])
+    figures = re.compile(r"step: +\d+ +loss: +\S+ +grad_norm: +\S+")
+    assert len(figures.findall(bf16)) == 3 and figures.findall(log) == figures.findall(bf16)
+
+
+def test_without_the_module_torchtitan_knows_no_such_converter():
+    """It ends before this package is imported, which so cannot say what is missing."""
+    run = run_script(
+        "-c",
+        "from torchtitan.config import ConfigManager\n"
+        "from torchtitan.distributed import ParallelDims\n"
+        "from torchtitan.protocols.model_converter import build_model_converters\n"
+        "job = ConfigManager().parse_args(['--model.converters', 'fp8_flow_moe'])\n"
+        "build_model_converters(job, ParallelDims(*[1] * 8))",
+    )
+    assert run.stderr.endswith("KeyError: 'fp8_flow_moe'\n"), run.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from experiments import tables
-from experiments.kernels import grouped_ffn, model_layers, sonicmoe, transformer_engine
+from experiments.kernels import dense, grouped_ffn, model_layers, sonicmoe, transformer_engine
 from experiments.kernels.transformer_engine import KEPT, OURS, PEERS
+from experiments.reference import largest_error
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, covered
 
 
@@ -103,3 +104,14 @@ def test_grouped_ffn_and_its_peers_compute_the_same(monkeypatch, tmp_path):
     found = json.loads(out.read_text())
     assert [r["reference"] for r in found] == [grouped_ffn.BF16_MM, grouped_ffn.ROUTED, grouped_ffn.PRODUCTS]
     assert found[0]["moves"] > 0
+
+
+def test_dense_linears_and_their_roofline():
+    """The candidates compute the same gradients; the bound is that of casts and GEMMs alone."""
+    steps = dense.candidates(dense.Sizes(256, 192, 100), "cpu")
+    assert largest_error(steps[dense.OURS](), steps[dense.REFERENCE]()) < 0.1
+    assert largest_error(steps[dense.FFN](), steps[dense.REFERENCE_FFN]()) < 0.1
+    for got, want in zip(steps[dense.KEPT](), steps[dense.OURS](), strict=True):
+        assert torch.equal(got, want)
+    bounds = {name: round(dense.roofline(sizes), 2) for name, sizes in dense.SHAPES.items()}
+    assert bounds == {"16B, M 4096": 1.54, "16B, M 16384": 1.61, "671B, M 4096": 1.74, "671B, M 16384": 1.83}

@@ -62,7 +62,7 @@ def test_wrong_config_ends_the_real_command(tmp_path: Path):
     assert "Starting job" not in run.stdout + run.stderr
 
 
-PP2, CP2 = (f"parallelism.{kind}_parallel_degree=2" for kind in ("pipeline", "context"))
+PP2, CP2, EP2 = (f"parallelism.{kind}_parallel_degree=2" for kind in ("pipeline", "context", "expert"))
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 
 
@@ -73,13 +73,16 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         (["model.converters=quantize.grouped_mm.float8,fp8_flow_moe"], "keep one of them in model.converters"),
         (["model.converters=fp8_flow_moe,quantize.grouped_mm.mx"], "keep one of them in model.converters"),
         (["model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough"),
+        *(([PP2, EP2, f"{SCHEDULE}={name}"], "") for name in ("1f1b", "Interleaved1F1B", "GPipe")),
+        *(([PP2, f"{SCHEDULE}={name}"], "") for name in ("ZBVZeroBubble", "InterleavedZeroBubble")),
         *(
-            ([PP2, f"{SCHEDULE}={name}"], f"parallelism.pipeline_parallel_schedule = '{name}'")
-            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV", "dualpipev", "")
+            ([PP2, EP2, f"{SCHEDULE}={name}"], 'set fp8_flow_moe.dispatch = "symmetric"')
+            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
         ),
-        *(([PP2, f"{SCHEDULE}={name}"], "") for name in ("1f1b", "Interleaved1F1B", "GPipe")),
+        ([PP2, EP2, f"{SCHEDULE}_csv=schedule.csv"], "parallelism.pipeline_parallel_schedule_csv = 'schedule.csv' may"),
+        ([PP2, f"{SCHEDULE}=dualpipev"], "set parallelism.pipeline_parallel_expert_parallel_overlap = false"),
+        ([PP2, f"{SCHEDULE}=DualPipeV", "parallelism.no_pipeline_parallel_expert_parallel_overlap"], ""),
         ([f"{SCHEDULE}=DualPipeV"], ""),  # without a pipeline nobody reads it
-        ([PP2, f"{SCHEDULE}_csv=schedule.csv"], "parallelism.pipeline_parallel_schedule_csv = 'schedule.csv'"),
         (["fp8_flow_moe.statistics_every=10"], "set metrics.enable_tensorboard or metrics.enable_wandb"),
         (["fp8_flow_moe.statistics_every=10", "metrics.enable_tensorboard"], ""),
         (["fp8_flow_moe.statistics_every=10", "metrics.enable_wandb"], ""),

@@ -391,6 +391,38 @@ for arguments in json.loads(sys.argv[1]):
     assert found.stdout.splitlines() == ["5 flex block_causal 2"] * len(train.MODELS), found.stderr
 
 
+def test_a_dense_model_has_no_routing(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(train, "WORK", tmp_path)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    args = train.parser("").parse_args(["--out=o", "--gpus=1", "--model=llama3_8b", "--layers=8"])
+    assert train.finish(args, "train") == "Llama 3 8B, 8 layers, sdpa, local batch 4, 1 GPU"
+    flags = train.overrides("fp8_flow:linear_fqns=attention.", args, 0)
+    assert {"--model.converters=fp8_flow_moe", "--fp8_flow_moe.linear_fqns=attention."} <= {*flags}
+    assert "--model.converters=float8_rowwise" in train.overrides("float8_rowwise", args, 0)
+
+
+@pytest.mark.parametrize("variant", ["float8_tensorwise", "float8_rowwise", "fp8_flow:linear_fqns=attention."])
+def test_what_a_dense_model_has_in_fp8(variant):
+    """All linears but the output, on the meta device."""
+    args = train.parser("").parse_args(["--out=o", "--gpus=1", "--model=llama3_1b", "--layers=2", "--attention=sdpa"])
+    args.routing = "model"
+    script = """
+import sys, torch
+from torchtitan.config import ConfigManager
+from titan_fp8moe.torchtitan import dry_run
+from titan_fp8moe.trainer import preflight
+config = ConfigManager().parse_args(sys.argv[1:])
+with preflight.for_other_machines():
+    model = dry_run.build_model(config, dry_run.make_parallel_dims(config, 1))[2]
+print(*(name for name, m in model.named_modules() if type(m) is torch.nn.Linear and "Fp8" not in str(type(
+    model.get_submodule(name.rpartition(".")[0])))))
+print(*model.layers["1"].feed_forward.w1.weight.shape)
+"""
+    flags = [f"--job.config_file={train.CONFIG}", *train.overrides(variant, args, 0)]
+    found = run_script("-c", script, *flags)
+    assert found.stdout.splitlines()[-2:] == ["output", "8192 2048"], found.stderr
+
+
 def test_log(tmp_path: Path):
     line = (
         "[rank0]:[titan] 2026-11-21 13:13:01,717 - root - INFO - step: {step:2}  loss:  8.21696  grad_norm:  1.2345  "

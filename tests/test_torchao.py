@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.quantization import quantize_
-from torchtitan.models.moe.moe import MoE, MoEArgs
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
+from tests.jobs import make_config, make_model
 from tests.layer import DEVICE, refused
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts
 from titan_fp8moe.torchao import is_moe, linears
@@ -51,6 +51,21 @@ def test_experts_and_linears():
     assert all(torch.equal(got[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("options", [{}, {"filter_fn": None}], ids=["default", "None"])
+def test_without_a_filter_a_dense_model_has_fp8_linears_but_the_output(options):
+    job = make_config(model="llama3", flavor="debugmodel")
+    model = make_model(job)
+    quantize_(model, Fp8FlowMoEConfig(), **options)
+    assert {name for name, m in model.named_modules() if type(m) is nn.Linear} == {"output"}
+    assert sum(type(m) is Fp8FlowLinear for m in model.modules()) == 7 * 6
+
+
+def test_other_configs_keep_torchaos_filter():
+    model = nn.ModuleDict({"experts": RoutedExperts(2, 128, 128), "wo": nn.Linear(128, 128)})
+    quantize_(model, Int8WeightOnlyConfig(version=2))
+    assert type(model["wo"].weight) is not nn.Parameter
+
+
 def test_other_settings_later():
     model = nn.ModuleList([RoutedExperts(2, 128, 128), nn.Linear(128, 128)])
     config = Fp8FlowMoEConfig(recompute="experts", cache_weights=True)
@@ -81,7 +96,7 @@ def test_with_torchaos_float8_linears(experts_first):
 @pytest.mark.parametrize(
     ("filter_fn", "message"),
     [
-        (None, "call quantize_ with filter_fn = is_moe"),
+        (None, "Model has MoE layers, and torchao's default filter"),
         (linears("wo", "wx"), "'wx', which matches no linear"),
         (lambda module, _: isinstance(module, Model), "cannot convert Model"),
     ],
@@ -99,9 +114,8 @@ def test_other_filters_are_named(filter_fn, message):
         (RoutedExperts(2, 128, 128), dict(linear_fqns=["wo."]), "the config names 'wo.'"),
         (RoutedExperts(2, 128, 128), dict(statistics_every=5), "statistics_every has no effect"),
         (nn.Linear(4, 4), {}, "Sequential has no experts"),
-        (MoE(MoEArgs(num_experts=2), dim=128, hidden_dim=128), {}, "model.converters = ..fp8_flow_moe"),
     ],
-    ids=["filter_fqns", "linear_fqns", "statistics_every", "nothing", "torchtitan"],
+    ids=["filter_fqns", "linear_fqns", "statistics_every", "nothing"],
 )
 def test_errors(module, config, message):
     with pytest.raises(ValueError, match=message):

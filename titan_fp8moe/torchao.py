@@ -6,47 +6,50 @@
 
     quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
 
-It converts the experts of Transformers 5, and with :func:`linears` chosen linears of any model. It converts for good:
-``model.set_experts_implementation`` does not reach such experts.
-:class:`titan_fp8moe.RoutedExperts` get the settings. torchtitan's modules have a model converter of their own,
-``fp8_flow_moe``. Importing this module makes the config torchao's.
+It converts :class:`titan_fp8moe.RoutedExperts`, the MoE layers of torchtitan 0.2.2 and the experts of Transformers 5.
+With :func:`linears` it converts chosen linears of any model, and without a filter all linears of a dense model but its
+output. A conversion is for good: ``model.set_experts_implementation`` does not reach such experts. Importing this
+module makes the config torchao's.
 """
 
 import copy
-import weakref
+import functools
+import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
+from torchao.quantization import quant_api
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("torchao")
 
-_chosen: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # the linears that a filter of linears() has selected
+_OUTPUTS = "output", "lm_head"
 
 
 def is_moe(module: nn.Module, name: str = "") -> bool:
-    """``quantize_``'s ``filter_fn`` that selects experts.
+    """``quantize_``'s ``filter_fn`` that selects MoE layers and experts.
 
-    torchao's own default filter matches linear layers only. To leave some layers as they are, combine the two::
+    To leave some layers as they are, combine the two::
 
         filter_fn=lambda module, name: is_moe(module, name) and "layers.1." not in name
 
     Raises:
         ValueError: for a whole model (``name`` is empty) without experts. ``quantize_`` would do nothing.
     """
-    if not name and not any(_is_experts(m) for m in module.modules()):
+    if not name and not any(_is_moe(m) for m in module.modules()):
         raise ValueError(
-            f"{type(module).__name__} has no experts that quantize_ converts: RoutedExperts, or Transformers' that "
-            'choose an implementation; torchtitan\'s take model.converters = ["fp8_flow_moe"]'
+            f"{type(module).__name__} has no experts that quantize_ converts: RoutedExperts, torchtitan 0.2.2's MoE, "
+            "or Transformers' experts that choose an implementation; torchtitan 0.3 takes --override.imports"
         )
-    return _is_experts(module)
+    return _is_moe(module)
 
 
 def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
@@ -64,14 +67,34 @@ def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
         for part in () if name else parts:
             if not any(matches(n, m, part) for n, m in module.named_modules()):
                 raise ValueError(f"linears has {part!r}, which matches no linear of the model; correct or remove it")
-        if selected := any(matches(name, module, part) for part in parts):
-            _chosen.add(module)
-        return selected
+        return any(matches(name, module, part) for part in parts)
 
     return filter_fn
 
 
-def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
+def _default_filter(model: nn.Module) -> Callable[[nn.Module, str], bool]:
+    """The ``filter_fn`` in the place of torchao's default one, which selects all linears and no experts."""
+    if any(_is_moe(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has MoE layers, and torchao's default filter selects linears alone; call "
+            "quantize_ with filter_fn = is_moe, and again with linears(...) for linears, of titan_fp8moe.torchao"
+        )
+    return lambda module, name: isinstance(module, nn.Linear) and name.split(".")[-1] not in _OUTPUTS
+
+
+def _with_default_filter(replace: Callable[..., Any]) -> Callable[..., Any]:
+    """torchao's recursion over a model, which alone sees the model and the filter."""
+
+    @functools.wraps(replace)
+    def wrapper(model: nn.Module, handler: Any, filter_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if handler is _convert and filter_fn is quant_api._is_linear:
+            filter_fn = _default_filter(model)
+        return replace(model, handler, filter_fn, *args, **kwargs)
+
+    return wrapper
+
+
+def _convert(module: Any, config: Fp8FlowMoEConfig) -> nn.Module:
     """Converts a module that the filter of ``quantize_`` selects."""
     for name in (*config.filter_fqns, *config.linear_fqns):
         raise ValueError(f"the config names {name!r}, but quantize_ shows it no names; select modules with filter_fn")
@@ -81,8 +104,10 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
         module.configure(config)
     elif _is_transformers(module):
         _convert_transformers(module, config)
-    elif module in _chosen:
-        Fp8FlowLinear.convert(cast(nn.Linear, module), config)
+    elif _is_torchtitan(module):
+        _convert_torchtitan(module, config)
+    elif isinstance(module, nn.Linear):
+        Fp8FlowLinear.convert(module, config)
     else:
         raise ValueError(
             f"Fp8FlowMoEConfig cannot convert {type(module).__name__}; call quantize_ with filter_fn = is_moe, or "
@@ -91,8 +116,9 @@ def _convert(module: nn.Module, config: Fp8FlowMoEConfig) -> nn.Module:
     return module
 
 
-_HANDLERS = "torchao.quantization.transform_module:_QUANTIZE_CONFIG_HANDLER"
-patches.put(_HANDLERS, Fp8FlowMoEConfig, _convert, checked_on="torchao 0.18")
+_HANDLERS, _CHECKED_ON = "torchao.quantization.transform_module:_QUANTIZE_CONFIG_HANDLER", "torchao 0.18"
+patches.put(_HANDLERS, Fp8FlowMoEConfig, _convert, checked_on=_CHECKED_ON)
+patches.wrap(quant_api, "_replace_with_custom_fn_if_matches_filter", _with_default_filter, checked_on=_CHECKED_ON)
 # The config stays free of torchao: it becomes an AOBaseConfig here, which quantize_ asks for.
 AOBaseConfig.register(Fp8FlowMoEConfig)
 
@@ -102,8 +128,13 @@ def _is_transformers(module: Any) -> bool:
     return "is_concatenated" in vars(module) and "config" in vars(module)
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return isinstance(module, RoutedExperts) or _is_transformers(module)
+def _is_torchtitan(module: nn.Module) -> bool:
+    moe = sys.modules.get("torchtitan.models.moe.moe")
+    return moe is not None and isinstance(module, moe.MoE)
+
+
+def _is_moe(module: nn.Module) -> bool:
+    return isinstance(module, RoutedExperts) or _is_transformers(module) or _is_torchtitan(module)
 
 
 def _convert_transformers(experts: Any, config: Fp8FlowMoEConfig) -> None:
@@ -114,3 +145,15 @@ def _convert_transformers(experts: Any, config: Fp8FlowMoEConfig) -> None:
     experts.config = copy.copy(experts.config)
     experts.config._experts_implementation = transformers.NAME
     transformers.converted(experts)  # raises for experts that it does not serve
+
+
+def _convert_torchtitan(layer: Any, config: Fp8FlowMoEConfig) -> None:
+    """Converts one MoE layer with its shared experts, and prepares torchtitan's parallelization for it. FSDP keeps the
+    experts, since nothing here knows the job's degrees."""
+    from titan_fp8moe.torchtitan import converter, job_checks, modules
+
+    job_checks.check_layer("the layer", layer, config, preflight.ExpertLayout(1, 1, 1, 0))
+    converter.prepare_torchtitan()
+    shared = layer.shared_experts
+    fp8_shared = shared is not None and modules.why_not_fp8(shared, 1) is None
+    modules.Fp8FlowMoE.convert(layer, config, fp8_shared, Placement(in_fsdp=True, keep_fsdp=True))

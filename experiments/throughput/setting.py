@@ -2,7 +2,8 @@
 the model converters of train.py's variants.
 
 Flavors are ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n layers dense, and
-``30B-A3B_<n>_layers_<attention>`` of qwen3; attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU.
+``30B-A3B_<n>_layers_<attention>`` of qwen3; of llama3 ``8B_<n>_layers_<attention>``, and ``1B_...``, which is Llama
+3.2's with an output of its own. Attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU.
 
 A process that has come this far has imported everything, and waits for its turn.
 """
@@ -13,12 +14,14 @@ from dataclasses import replace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig
 from torchao.quantization.quant_api import quantize_
 from torchtitan.config.job_config import Compile
 from torchtitan.distributed import utils
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
+from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.moe import moe as torchtitan_moe
 from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
@@ -39,12 +42,14 @@ from titan_fp8moe.trainer.compat import fix_selective_checkpointing
 fix_selective_checkpointing()  # bf16 needs it too, and no converter installs it there
 
 MASKS = {"flex": "block_causal", "sdpa": "causal"}
-for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B")):
+llama3_args["1B"] = replace(llama3_args["8B"], dim=2048, n_layers=16, ffn_dim_multiplier=1.5, multiple_of=256)
+for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B"), (llama3_args, "8B"), (llama3_args, "1B")):
     base = flavors[name]
     for num_layers in range(2, base.n_layers + 1):
         for attention, mask in MASKS.items():
+            copied = {"moe_args": replace(base.moe_args)} if hasattr(base, "moe_args") else {}
             flavors[f"{name}_{num_layers}_layers_{attention}"] = replace(
-                base, moe_args=replace(base.moe_args), n_layers=num_layers, attn_type=attention, attn_mask_type=mask
+                base, **copied, n_layers=num_layers, attn_type=attention, attn_mask_type=mask
             )
 
 
@@ -94,6 +99,23 @@ def torchao_rowwise(model: nn.Module) -> None:
     """torchao's fp8 rowwise experts. torchtitan 0.2.2's own import a name that torchao 0.18 no longer has."""
     set_token_group_alignment_size_m(16)  # fp8 operands are aligned to 16 bytes
     quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, _: isinstance(module, GroupedExperts))
+
+
+def float8_linears(model: nn.Module, recipe: str) -> None:
+    """torchao's float8 in all linears but the output, as torchtitan's ``quantize.linear.float8`` converts them."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "output")
+
+
+@converter
+def float8_tensorwise(model: nn.Module) -> None:
+    float8_linears(model, "tensorwise")
+
+
+@converter
+def float8_rowwise(model: nn.Module) -> None:
+    torch._inductor.config.emulate_precision_casts = True  # as torchtitan sets it
+    float8_linears(model, "rowwise")
 
 
 def cast_around_each_gemm(

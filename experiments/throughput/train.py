@@ -14,6 +14,10 @@ too), ``none`` or ``full``. Experts are spread over all GPUs, or over ``ep`` of 
 torchtitan's after ``--`` hold for every run; the records carry them in their shape. How much fits is
 :mod:`experiments.throughput.sweep`'s question.
 
+Dense models have no routing; their variants are ``bf16``, ``fp8_flow`` and torchao's float8:
+``--model llama3_8b --layers 8 --variants bf16 float8_tensorwise float8_rowwise fp8_flow``. ``fp8_flow`` has FFNs in
+FP8, and ``fp8_flow:linear_fqns=attention.`` the attention's linears too.
+
 ``--torchtitan 0.3.0`` measures torchtitan 0.3, installed in its place: other variants, flex attention and forced
 routing only, without or with ``--cuda-graphs``.
 """
@@ -56,6 +60,8 @@ class Model(NamedTuple):
 MODELS = {
     "16b": Model("deepseek_v3", "16B", 27, "flex", "16B"),
     "qwen3_30b": Model("qwen3", "30B-A3B", 48, "sdpa", "Qwen3-30B-A3B"),
+    "llama3_8b": Model("llama3", "8B", 32, "sdpa", "Llama 3 8B"),
+    "llama3_1b": Model("llama3", "1B", 16, "sdpa", "Llama 3 1B"),
 }
 CONVERTERS = {
     "bf16": [],
@@ -65,12 +71,15 @@ CONVERTERS = {
     "torchao_whole": ["torchao_rowwise", "whole_blocks"],
     "naive_blockwise": ["naive_blockwise"],  # a cast around each grouped GEMM
     "naive_whole": ["naive_blockwise", "whole_blocks"],
+    "float8_tensorwise": ["float8_tensorwise"],  # torchao's, of dense models
+    "float8_rowwise": ["float8_rowwise"],
     "requantize": ["requantize", "fp8_flow_moe"],  # ours with dequantize-transpose-requantize
     "unfused_permute": ["unfused_permute", "fp8_flow_moe"],  # ours with one more pass to pad
     "fp8_flow": ["fp8_flow_moe"],
 }
 VARIANTS_03 = (*(f"bf16{kind}" for kind in ("", "_outside_fsdp", "_fused_swiglu", "_strongest")), "torchao", "fp8_flow")
 """setting03.py's."""
+DENSE = "llama3_8b", "llama3_1b"
 ROUTING = {"random": (["balanced_random"], []), "forced": ([], ["--debug.moe_force_load_balance"]), "model": ([], [])}
 CHECKPOINTING = {
     "saved": (["save_grouped_mm"], []),
@@ -324,6 +333,8 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
     sweep's has no local batch. Raises SystemExit: see :func:`require_fit`."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
+    if args.model in DENSE:
+        args.routing = "model"
     if args.torchtitan == "0.3.0":
         args.attention, args.routing = "flex", "forced"
     else:
@@ -332,7 +343,8 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
         [
             f"{model.label}, {args.layers} layers, {args.attention}",
             *[f"local batch {args.local_batch}"] * (prefix != "sweep"),
-            f"{args.routing} routing, {args.gpus} GPU{'s' * (args.gpus > 1)}",
+            *[f"{args.routing} routing"] * (args.model not in DENSE),
+            f"{args.gpus} GPU{'s' * (args.gpus > 1)}",
             *["CUDA graphs"] * args.cuda_graphs,
             *(other_torch() if args.torchtitan == "0.2.2" else []),
             *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements

@@ -54,6 +54,7 @@ MEMORY_BUDGET = COMPILE | {
 # Dims that are padded: a rank's part has other tiles of 128 than the whole.
 PADDED = {"model__flavor": "tiny_padded"}
 GPT_OSS = {"model__name": "gpt_oss", "model__flavor": "tiny_gpt_oss"}
+LLAMA = {"model__name": "llama3", "model__flavor": "debugmodel", "fp8_flow_moe__linear_fqns": "attention.wo."}
 LINEARS = {"fp8_flow_moe__linear_fqns": "attention.wo.,output."}
 CP = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "None"}
 SYMMETRIC = {"fp8_flow_moe__dispatch": "symmetric", "fp8_flow_moe__dispatch_capacity": 2}
@@ -61,6 +62,13 @@ LONG = {"training__seq_len": SEQ_LEN}
 # Room for 255 of a microbatch's 256 tokens: too little for rows that all have experts on one rank. Some 240 have.
 LITTLE_ROOM = SYMMETRIC | LONG | {"fp8_flow_moe__dispatch_capacity": 1.135}
 PP = {"parallelism__pipeline_parallel_schedule": "1F1B", "parallelism__pipeline_parallel_microbatch_size": 2}
+ZBV = PP | {"parallelism__pipeline_parallel_schedule": "ZBVZeroBubble"}
+INTERLEAVED_ZB = PP | {"parallelism__pipeline_parallel_schedule": "InterleavedZeroBubble"}
+ONE_BY_ONE = {"parallelism__pipeline_parallel_microbatch_size": 1}
+DUAL = PP | {
+    "parallelism__pipeline_parallel_schedule": "DualPipeV",
+    "parallelism__no_pipeline_parallel_expert_parallel_overlap": True,
+}
 INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
 FLOAT8_LINEAR = {
     "converters": "quantize.linear.float8,fp8_flow_moe",
@@ -77,6 +85,7 @@ SINGLE = {
     "single_linears": _case(8, **LINEARS),
     "single_padded": _case(8, **PADDED),
     "single_gpt_oss": _case(8, **GPT_OSS),
+    "single_llama3": _case(8, **LLAMA),
     "single_long": _case(8, **LONG),
 }
 TWO_RANKS = {
@@ -90,6 +99,12 @@ TWO_RANKS = {
     "tp2_linears": _parallel(8, tp=2, **LINEARS),
     "tp2_padded": _parallel(8, tp=2, **PADDED),
     "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
+    "pp2_zbv_cached": _parallel(8, pp=2, fp8_flow_moe__cache_weights=True, **ZBV),
+    "pp2_zbv_llama3": _parallel(8, pp=2, **ZBV, **LLAMA),
+    "pp2_interleaved_zb": _parallel(8, pp=2, **INTERLEAVED_ZB),
+    "pp2_dualpipev": _parallel(8, pp=2, **DUAL),
+    "fsdp2_llama3": _parallel(4, **LLAMA, **OP_AC),
+    "tp2_llama3": _parallel(8, tp=2, **LLAMA),
     "ep2_full_ac": _parallel(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
     "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
     "ep2_op_ac_one_in_bf16": _parallel(4, ep=2, **ONE_IN_BF16, **OP_AC),  # needs compat
@@ -112,6 +127,7 @@ FOUR_RANKS = {
     "tp2_ep2": _parallel(4, tp=2, ep=2),
     "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
     "tp2_ep2_etp2_gpt_oss": _parallel(4, tp=2, ep=2, etp=2, **GPT_OSS),
+    "pp2_ep2_symmetric_zbv": _parallel(4, pp=2, ep=2, **SYMMETRIC, **ZBV | ONE_BY_ONE),
     "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
     "pp2_ep2_symmetric_op_ac_long": _parallel(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),
     "ep2_fsdp2_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),

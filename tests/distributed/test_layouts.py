@@ -17,7 +17,7 @@ from tests.distributed.conftest import WorkerResults
 TOLERANCE = 1e-2
 # torchao's tensorwise scales depend on which tokens a rank holds. Where dims are padded, a rank's tiles are others.
 # FP8 linears round more values: measured 1.05e-2.
-TOLERANCES = {"float8_linear": 0.15, "padded": 0.1, "linears": 0.02}
+TOLERANCES = {"float8_linear": 0.15, "padded": 0.1, "linears": 0.02, "llama3": 0.02}
 LINEARS_LOSS = 1e-4  # sums in another order become other FP8 codes: 1.5e-5 with torch 2.11
 
 
@@ -29,7 +29,7 @@ def results(case_dir) -> WorkerResults:
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
-    variants = "float8_linear", "one_in_bf16", "linears", "padded", "gpt_oss", "long"
+    variants = "float8_linear", "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
     variant = next((v for v in variants if case.endswith(v)), None)
     reference = results.get(f"single_{variant}" if variant else "single", beside=case)
     result = results.get(case)
@@ -48,6 +48,8 @@ def test_layout_equals_one_process(results, case):
         torch.testing.assert_close(bias, reference["expert_bias"][name], rtol=0, atol=0)
         assert bias.abs().max() > 0, f"{name} did not move"
 
+    if variant == "llama3":  # has no router
+        return
     # Every token once; twice with checkpointing, for which torchtitan divides by two.
     expected = max(reference["counted"].values()) * (2 if "ac" in case.split("_") else 1)
     assert set(result["counted"].values()) == {expected}

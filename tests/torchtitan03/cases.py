@@ -65,6 +65,8 @@ SINGLE = LOSSES | {
 OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7", "mtp"
 SINGLE |= {model: Case(model=model, way="flag") for model in OTHERS}
 SINGLE |= {f"{model}_fp32": Case(None, model=model) for model in OTHERS}
+DENSE = {"llama3": Case(LINEARS, model="llama3", way="converter"), "llama3_fp32": Case(None, model="llama3")}
+SINGLE |= DENSE
 SINGLE["qwen3_5_bf16_shared"] = Case(BF16_SHARED, model="qwen3_5")
 TWO_RANKS = {
     "ep2_20": Case(parallelism=EP2, steps=STEPS),
@@ -90,6 +92,7 @@ TWO_RANKS = {
     "ep2_lora": Case({}, EP2, way="lora"),
     "fsdp2": Case(),
     "fsdp2_lora": Case(way="lora"),
+    "fsdp2_llama3": DENSE["llama3"],
     "fsdp2_compile": Case(compiles="aot_eager"),
     "fsdp2_fp8_gather": Case({"fp8_all_gather": True}),
     "tp2": Case({}, TP2),

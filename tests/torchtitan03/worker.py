@@ -36,6 +36,8 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel, deepseek_v3_debugmodel_mtp
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
+from torchtitan.models.llama3 import model_registry as llama3_registry
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 from tests.distributed.runner import batches, gather, gather_list, run_all, whole, wrong_fp8_tensors
@@ -100,6 +102,7 @@ MODELS = {  # with so many layers
     "deepseek_v3": (deepseek_v3_debugmodel, 3),
     "mtp": (deepseek_v3_debugmodel_mtp, 2),  # and one that predicts the token after next
     "qwen3": (qwen3_moe_debug, 2),
+    "llama3": (llama3_debugmodel, 2),
     "gpt_oss": (gpt_oss, 2),
     "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
     "kimi_k2_7": (lambda: multimodal("kimi_k2_7", "debugmodel"), 2),
@@ -157,7 +160,8 @@ class OwnTrainer(torchtitan.trainer.Trainer):
 
 def by_registry(config: torchtitan.trainer.Trainer.Config, fp8: dict, *others) -> torchtitan.trainer.Trainer.Config:
     """torchtitan's own way: a list of converters."""
-    spec, layers = model_registry, config.model_spec.model.layers
+    spec = llama3_registry if config.model_spec.name == "llama3" else model_registry
+    layers = config.model_spec.model.layers
     config.model_spec = spec("debugmodel", converters=[Fp8FlowConverter.Config(**fp8), *others])
     del config.model_spec.model.layers[len(layers) :]
     return config

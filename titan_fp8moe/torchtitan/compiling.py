@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torchtitan.config.job_config import Compile
 from torchtitan.models.deepseek_v3.model.model import TransformerBlock as DeepSeekV3Block
+from torchtitan.models.llama3.model.model import TransformerBlock as Llama3Block
 from torchtitan.models.llama4.model.model import TransformerBlock as Llama4Block
 from torchtitan.models.qwen3.model.model import TransformerBlock as Qwen3Block
 from torchtitan.tools.logging import logger
@@ -29,13 +30,17 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE
 from titan_fp8moe.trainer import compat
 
 # Blocks that are x + attention(attention_norm(x)), then x + FFN(ffn_norm(x)), the FFN being moe or feed_forward.
-_KNOWN_BLOCKS = (DeepSeekV3Block, Llama4Block, Qwen3Block)
+_KNOWN_BLOCKS = (DeepSeekV3Block, Llama3Block, Llama4Block, Qwen3Block)
+
+
+def _has_moe(block: Any) -> bool:
+    return getattr(block, "moe_enabled", False)  # llama3's blocks do not say
 
 
 def why_eager(block: Any, syncs_host: bool | None = None) -> str | None:
     """The reason why this block's converted FFN cannot be part of a graph, or None if it can. ``syncs_host``: whether
     its dispatch does; by default as now."""
-    if not block.moe_enabled:
+    if not _has_moe(block):
         ffn = getattr(block, "feed_forward", None)  # other models' blocks have other names
         return _why_settings_need_eager(ffn.config) if isinstance(ffn, Fp8FlowFeedForward) else None
     experts = block.moe.experts
@@ -59,7 +64,7 @@ def _why_settings_need_eager(config: Fp8FlowMoEConfig) -> str | None:
 
 def why_submodules(block: Any) -> str | None:
     """The reason why this block compiles as torchtitan does it, or None if it is one graph, or one up to its FFN."""
-    if block.moe_enabled:
+    if _has_moe(block):
         if not isinstance(getattr(block, "moe", None), Fp8FlowMoE):
             return "not converted"
         if block.moe.experts.tp_mesh is not None or getattr(block.moe.reorderer, "tp_mesh", None) is not None:
@@ -73,13 +78,13 @@ def _before_ffn(block: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tenso
     """A known block up to its FFN: its addend, and its arguments."""
     x = x + block.attention(block.attention_norm(x), *args, **kwargs)
     h = block.ffn_norm(x)
-    return x, block.moe.route(h) if block.moe_enabled else (h,)
+    return x, block.moe.route(h) if _has_moe(block) else (h,)
 
 
 def _forward(before: Callable, block: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """A known block, with ``before`` in the place of :func:`_before_ffn`."""
     x, inputs = before(block, x, *args, **kwargs)
-    run = block.moe.run_experts if block.moe_enabled else block.feed_forward
+    run = block.moe.run_experts if _has_moe(block) else block.feed_forward
     return x + run(*inputs).view(x.shape)
 
 
@@ -88,13 +93,13 @@ def _compile_before_ffn(block: Any, backend: str) -> None:
     # An attribute, no wrapper: the block's names stay, and FSDP's hooks run outside the graph. A partial is copied with
     # the block, a closure would call the original.
     block.forward = functools.partial(_forward, compiled(_before_ffn), block)
-    if block.moe_enabled and block.moe.shared_experts is not None and not block.moe.fp8_shared:
+    if _has_moe(block) and block.moe.shared_experts is not None and not block.moe.fp8_shared:
         block.moe.shared_experts = compiled(block.moe.shared_experts)
 
 
 def _takes_turns(block: Any) -> bool:
     """Whether this block's dispatch may go over to symmetric memory, with which it is one graph."""
-    if not (block.moe_enabled and auto.is_enabled() and type(block) in _KNOWN_BLOCKS):
+    if not (_has_moe(block) and auto.is_enabled() and type(block) in _KNOWN_BLOCKS):
         return False
     experts = block.moe.experts
     return experts.ep_mesh is not None and experts.config.dispatch == "auto" and why_eager(block, False) is None
@@ -120,12 +125,12 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
     """torchtitan's ``apply_compile``, preceded by the compilation of converted blocks."""
 
     @functools.wraps(apply_compile)
-    def wrapper(model: Any, compile_config: Compile, ep_enabled: bool) -> None:
+    def wrapper(model: Any, compile_config: Compile, *args: Any, **kwargs: Any) -> None:
         compat.raise_recompile_limit()
         layers, ways = nn.ModuleDict(), {}
         for name, layer in model.layers.named_children():
             block = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer
-            kind = "MoE" if block.moe_enabled else "dense"
+            kind = "MoE" if _has_moe(block) else "dense"
             if (reason := why_submodules(block)) is not None:
                 way = f"{kind} blocks {{}} compile by submodules: {reason}"
                 layers[name] = layer  # torchtitan compiles parts of MoE blocks in place; dense ones stay eager
@@ -140,7 +145,7 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
                 layer = torch.compile(layer, backend=compile_config.backend, fullgraph=True)
                 model.layers.register_module(name, layer)
             ways.setdefault(way, []).append(name)
-        apply_compile(SimpleNamespace(layers=layers), compile_config, ep_enabled)
+        apply_compile(SimpleNamespace(layers=layers), compile_config, *args, **kwargs)
         for way, names in ways.items():
             logger.info(f"FP8-Flow-MoE: {way.format(', '.join(names))}")
 

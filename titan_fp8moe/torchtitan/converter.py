@@ -11,6 +11,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims, utils
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
 from torchtitan.models.gpt_oss.infra import parallelize as gpt_oss_parallelize
+from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
@@ -33,6 +34,7 @@ NAME = "fp8_flow_moe"
 # What per-op activation checkpointing keeps. The routed experts save little and recompute by themselves. The router's
 # choice is kept so that the recomputation routes exactly as the forward did.
 _SAVED_OPS = {*SAVED_OPS, torch.ops.aten.topk.default}
+_PARALLELIZE = (llama3_parallelize, llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize, gpt_oss_parallelize)
 _CHECKED_ON = "torchtitan 0.2.2"
 _TRAIN = "torchtitan.train"
 
@@ -124,7 +126,7 @@ def prepare_torchtitan() -> None:
     compat.fix_full_checkpointing()
     compat.fix_shape_inference()
     parallel.install()
-    for module in (llama4_parallelize, deepseek_v3_parallelize, qwen3_parallelize, gpt_oss_parallelize):
+    for module in _PARALLELIZE:
         patches.wrap(module, "_op_sac_save_list", lambda ops: ops | _SAVED_OPS, checked_on=_CHECKED_ON)
         if hasattr(module, "apply_compile"):  # torchtitan compiles no block of gpt_oss
             compiling.install(module)

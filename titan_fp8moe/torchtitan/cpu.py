@@ -2,9 +2,9 @@
 
 torchtitan assumes an accelerator in a handful of places, and :func:`enable_cpu_training` replaces exactly these. Data,
 tensor, pipeline and expert parallelism, activation checkpointing, compile and checkpoints then work unchanged. These do
-not work on a CPU: DualPipeV, context parallelism, ``profiling.enable_profiling`` and ``enable_memory_snapshot``,
-``training.gc_debug``, ``checkpoint.async_mode = "async_with_pinned_mem"``, and ``training.enable_cpu_offload`` in
-torchtitan's own trainer, which initializes gloo twice.
+not work on a CPU: DualPipeV with its overlap, context parallelism, ``profiling.enable_profiling`` and
+``enable_memory_snapshot``, ``training.gc_debug``, ``checkpoint.async_mode = "async_with_pinned_mem"``, and
+``training.enable_cpu_offload`` in torchtitan's own trainer, which initializes gloo twice.
 """
 
 import functools

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.models.llama3.model.model import FeedForward as Llama3FeedForward
 from torchtitan.models.llama4.model.model import FeedForward as Llama4FeedForward
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
 from torchtitan.models.qwen3.model.model import FeedForward as Qwen3FeedForward
@@ -128,6 +129,10 @@ class Fp8FlowMoEFeedForward(Fp8FlowFeedForward, FeedForward):
     """deepseek_v3's, and the shared experts of every model."""
 
 
+class Fp8FlowLlama3FeedForward(Fp8FlowFeedForward, Llama3FeedForward):
+    """llama3's."""
+
+
 class Fp8FlowLlama4FeedForward(Fp8FlowFeedForward, Llama4FeedForward):
     """llama4's."""
 
@@ -138,6 +143,7 @@ class Fp8FlowQwen3FeedForward(Fp8FlowFeedForward, Qwen3FeedForward):
 
 FEED_FORWARDS: dict[type[nn.Module], type[nn.Module]] = {
     FeedForward: Fp8FlowMoEFeedForward,
+    Llama3FeedForward: Fp8FlowLlama3FeedForward,
     Llama4FeedForward: Fp8FlowLlama4FeedForward,
     Qwen3FeedForward: Fp8FlowQwen3FeedForward,
 }

@@ -56,12 +56,13 @@ def make_plan(
         why_not_ffn: the reason why an FFN stays as it is, or None.
 
     Raises:
-        ValueError: for a model without MoE layers, or a string of ``filter_fqns`` or ``linear_fqns`` without a match.
+        ValueError: for a model of which nothing could run in FP8, or a string of ``filter_fqns`` or ``linear_fqns``
+            without a match.
     """
-    if not layers:
+    if not (layers or ffns or config.linear_fqns):
         raise ValueError(
-            "fp8_flow_moe: the model has no MoE layer; choose a model with some, or remove what converts it: the "
-            "converter, with_fp8_flow or --module titan_fp8moe.torchtitan03"
+            "fp8_flow_moe: the model has no MoE layer and no dense FFN; name linears in fp8_flow_moe.linear_fqns, or "
+            "remove what converts it: the converter, with_fp8_flow or --module titan_fp8moe.torchtitan03"
         )
     filtered = preflight.matching([*layers, *ffns], config.filter_fqns, setting="filter_fqns")
     plan = []

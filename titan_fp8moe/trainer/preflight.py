@@ -19,8 +19,8 @@ from titan_fp8moe.recipe import STEP, TILE
 
 logger = logging.getLogger(__name__)
 
-# Other schedules may compute input and weight gradients at different times; a converted layer computes both at once.
-_SCHEDULES = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS")
+# Other schedules compute input and weight gradients at different times; a converted layer computes both at once.
+_WHOLE_BACKWARD = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS")
 
 
 class ExpertLayout(NamedTuple):
@@ -170,7 +170,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
                 f"fp8_flow_moe quantizes bf16 or fp32, but training.{setting} = {dtype!r}; set it to one of them"
             )
     if parallelism.pipeline_parallel_degree > 1:
-        _check_pipeline_schedule(parallelism)
+        _check_pipeline_schedule(parallelism, config)
     if getattr(job, validation).enable and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"fp8_flow_moe with validation under context parallelism is untested; set {validation}.enable = false or "
@@ -178,17 +178,31 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
         )
 
 
-def _check_pipeline_schedule(parallelism: Any) -> None:
-    """The schedule must not split the backward. Upper and lower case are the same, as in PyTorch."""
+def _check_pipeline_schedule(parallelism: Any, config: Fp8FlowMoEConfig) -> None:
+    """A schedule that may split the backward runs a layer's backward for each half. Upper and lower case are the same,
+    as in PyTorch."""
     setting = "pipeline_parallel_schedule_csv"
     if not parallelism.pipeline_parallel_schedule_csv:
         setting = "pipeline_parallel_schedule"
     schedule = str(getattr(parallelism, setting))
-    if schedule.lower() not in [name.lower() for name in _SCHEDULES]:
+    if schedule.lower() in [name.lower() for name in _WHOLE_BACKWARD]:
+        return
+    splits, others = f"parallelism.{setting} = {schedule!r} may split the backward", ", ".join(_WHOLE_BACKWARD)
+    # Only torchtitan 0.2.2 has this setting.
+    overlaps = getattr(parallelism, "pipeline_parallel_expert_parallel_overlap", None)
+    if overlaps is None:
+        raise ValueError(f"{splits}, and torchtitan 0.3 then trains no last norm, in bf16 too; use one of {others}")
+    if parallelism.expert_parallel_degree > 1 and config.dispatch != "symmetric":
         raise ValueError(
-            f"parallelism.{setting} = {schedule!r} may split the backward, but fp8_flow_moe computes input and weight "
-            f"gradients together; use {', '.join(_SCHEDULES[:-1])} or {_SCHEDULES[-1]} instead"
+            f"{splits}, and over the all-to-all gradients travel for one half alone; set fp8_flow_moe.dispatch = "
+            f'"symmetric", or use one of {others}'
         )
+    if schedule.lower() == "dualpipev" and overlaps:
+        raise ValueError(
+            f"{splits} and overlap it with a forward, in hooks that converted layers do not call; set "
+            f"parallelism.pipeline_parallel_expert_parallel_overlap = false, or use one of {others}"
+        )
+    logger.warning(f"{splits}: then an FP8 layer runs its whole backward in both halves; {others} run it once")
 
 
 _elsewhere = False

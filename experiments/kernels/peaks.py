@@ -1,0 +1,56 @@
+"""What one GPU reaches at its best: bytes of a device copy, and products of cuBLAS in bf16 and FP8, next to ours.
+
+    python -m experiments.kernels.peaks --out experiments/kernels/results.json
+
+FP8 of cuBLAS has one scale per tensor and fast accumulation; ours has scales per 1x128 tile and 128x128 block, and adds
+up in fp32 after every 128 values. Other scripts measure shapes of models; shares of a peak are shares of these figures.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from experiments.kernels.sonicmoe import BF16
+from experiments.records import begin, record, script_parser, within, write_records
+from experiments.timing import median_ms, show, state_records
+from titan_fp8moe import ops, recipe
+
+SHAPES = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (32768, 4096, 7168), (8192, 16384, 16384)]
+COPY_BYTES = 2**31
+PEERS = "bf16", "fp8 per tensor"
+
+
+def copy() -> Callable[[], object]:
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    return lambda: target.copy_(source)
+
+
+def products(M: int, N: int, K: int) -> dict[str, Callable[[], object]]:
+    x, w = (torch.randn(rows, K, device="cuda", dtype=BF16) for rows in (M, N))
+    (a, a_scale), b = ops.quantize_rows(x), ops.quantize_weight(w.unsqueeze(0))
+    ends, one = torch.tensor([M], dtype=torch.int32, device="cuda"), torch.ones((), device="cuda")
+    a_scale, b_q = recipe.column_major(a_scale), b.q[0]
+    return {
+        "ours": lambda: ops.grouped_mm(a, a_scale, *b, ends, BF16),
+        "bf16": lambda: x @ w.t(),
+        "fp8 per tensor": lambda: torch._scaled_mm(a, b_q.t(), one, one, out_dtype=BF16, use_fast_accum=True),
+    }
+
+
+def main() -> None:
+    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
+    begin(args.trial)
+    speeds = {state: {"copy": 2e-6 * COPY_BYTES / of["copy"]} for state, of in median_ms({"copy": copy()}).items()}
+    show("device copy", speeds, "GB/s")
+    found = [(f"{COPY_BYTES} bytes, {state}", of["copy"]) for state, of in speeds.items()]
+    write_records(args.out, [record("peak copy", shape, "GB/s", speed, "", None) for shape, speed in found])
+    for M, N, K in within(args.budget, SHAPES):
+        times = median_ms(products(M, N, K))
+        speeds = {state: {who: 2e-9 * M * N * K / ms for who, ms in of.items()} for state, of in times.items()}
+        show(f"M {M}, N {N}, K {K}", speeds, "TFLOP/s")
+        found = state_records("peak product", f"M {M}, N {N}, K {K}", speeds, "ours", PEERS, "TFLOP/s")
+        write_records(args.out, found)
+
+
+if __name__ == "__main__":
+    main()
