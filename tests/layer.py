@@ -1,6 +1,7 @@
 """A small layer for tests: its inputs, a step of it, and a count of what it casts. And how results are compared."""
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
@@ -8,10 +9,10 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from experiments import reference
-from titan_fp8moe import routed_experts
+from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.layer import experts, group
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
@@ -73,28 +74,52 @@ def apply_layer(
 
 
 class CastCounter(TorchDispatchMode):
-    """Counts ops by name, and casts to fp8 outside of this package's ops. Looks into the ops that are a forward."""
+    """Counts calls of this package's functions by name, and casts to fp8 outside of them. Looks into a layer's ops."""
 
-    _FORWARDS: ClassVar = {
-        torch.ops.titan_fp8moe.routed_experts_forward.default: experts._routed_experts_forward,
-        torch.ops.titan_fp8moe.feed_forward.default: group._feed_forward,
-        torch.ops.titan_fp8moe.linear.default: group._linear,
+    _LOOKED_INTO: ClassVar = {
+        getattr(torch.ops.titan_fp8moe, name.removeprefix("_")).default: getattr(module, name)
+        for module, names in (
+            (experts, ("_routed_experts_forward", "_routed_experts_hidden_gradients", "_routed_experts_gradients")),
+            (group, ("_feed_forward", "_feed_forward_hidden_gradients", "_feed_forward_weight_grads")),
+            (group, ("_linear", "_linear_backward")),
+        )
+        for name in names
+    }
+    _COUNTED: ClassVar = {
+        (ops.quantize if name.endswith("_weights") else ops, name): function
+        for name, function in (vars(ops) | vars(ops.quantize)).items()
+        if hasattr(function, "__wrapped__") and name[0] != "_"
     }
 
     def __init__(self):
         super().__init__()
-        self.ops, self.stray_casts = Counter(), []
+        self.ops, self.stray_casts, self._depth = Counter(), [], 0
+
+    def __enter__(self):
+        for (module, name), function in self._COUNTED.items():
+            setattr(module, name, functools.partial(self._counted, name, function))
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._depth -= 1
+        for (module, name), function in self._COUNTED.items() if self._depth == 0 else ():
+            setattr(module, name, function)
+
+    def _counted(self, name, function, *args, **kwargs):
+        self.ops[name] += 1
+        with _disable_current_modes():
+            return function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in self._FORWARDS:
+        if func in self._LOOKED_INTO:
+            self.ops[func.name().removeprefix("titan_fp8moe::")] += 1
             with self:
-                return self._FORWARDS[func](*args)
+                return self._LOOKED_INTO[func](*args)
         out = func(*args, **(kwargs or {}))
-        name = func.name()
-        if name.startswith("titan_fp8moe::"):
-            self.ops[name.removeprefix("titan_fp8moe::")] += 1
-        elif func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
-            self.stray_casts.append(name)
+        if func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
+            self.stray_casts.append(func.name())
         return out
 
 

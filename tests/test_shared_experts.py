@@ -60,9 +60,10 @@ def test_two_casts_and_no_other_kernel(scored):
     with CastCounter() as backward:
         out.backward(torch.randn_like(out))
     assert not forward.stray_casts and not backward.stray_casts
-    both = dict(quantize_group=1, permute_rows=1, quantize_weight=4, grouped_mm=4)
-    assert forward.ops == both | dict(expert_routing=1, swiglu_quantize=2, unpermute_sum=1)
-    backward_only = dict(swiglu_quantize_backward=2, transpose_pair=4, grouped_mm_wgrad=4, unpermute_gradients=1)
+    both = dict(quantize_group=1, permute_rows=1, quantize_weights=4, grouped_mm=4)
+    assert forward.ops == both | dict(routed_experts_forward=1, expert_routing=1, swiglu_quantize=2, unpermute_sum=1)
+    backward_only = dict(routed_experts_hidden_gradients=1, routed_experts_gradients=1)
+    backward_only |= dict(swiglu_quantize_backward=2, transpose_pair=4, grouped_mm_wgrad=4, unpermute_gradients=1)
     assert backward.ops == both | backward_only
 
 

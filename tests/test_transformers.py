@@ -399,7 +399,7 @@ def test_weights_stored_in_fp8(compiled: bool):
     with contextlib.nullcontext() if compiled else counter:  # graphs exclude such modes
         got = step(experts, "fp8_flow", inputs, dout.bfloat16())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert "quantize_weight" not in counter.ops and not counter.stray_casts
+    assert "quantize_weights" not in counter.ops and not counter.stray_casts
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

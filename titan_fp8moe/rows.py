@@ -27,6 +27,10 @@ class GroupRows(NamedTuple):
     end: Tensor
     score: Tensor | None = None
 
+    @property
+    def quantized(self) -> Rows:
+        return Rows(self.q, self.scale)
+
 
 class Routing(NamedTuple):
     """Row map of expert order; see :func:`titan_fp8moe.recipe.expert_routing`.

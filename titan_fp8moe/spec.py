@@ -127,6 +127,11 @@ class BackwardSpec(NamedTuple):
         return self.weights != "frozen" or self.recompute == "experts"
 
     @property
+    def keeps_hidden(self) -> bool:
+        """Whether the forward saves GEMM 1's output for the backward."""
+        return self.recompute != "experts"
+
+    @property
     def keeps_operand(self) -> bool:
         """Whether the forward saves GEMM 2's input for the backward."""
         return self.weights != "frozen" and self.recompute == "none"

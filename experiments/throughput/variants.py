@@ -37,7 +37,7 @@ from experiments.throughput.fused_bf16 import FusedMoE
 from experiments.throughput.routing import BalancedRandomRouter
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.operands import WeightCache, forward_operands, pack
+from titan_fp8moe.layer.operands import WeightCache, WeightOperands, copies_for, pack_weights
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
@@ -142,14 +142,13 @@ class FixedWeights(WeightCache):
         super().__init__()
         local = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
         matrices = ExpertWeights(*(w.detach() for w in local))
-        packed = pack(matrices, self, frozen=True)
-        self.made = packed.copies
-        forward_operands(packed.tensors)
+        self.made = copies_for(self, matrices)
+        WeightOperands(pack_weights(matrices, self.made, frozen=True)).of_forward()
 
     def of(self, module: torch.nn.Module) -> WeightCache:
         """A cache of the module's with these copies."""
         cache = WeightCache(owner=module)
-        vars(cache).update(copies=self.copies, _sizes=self._sizes, _fits=self._fits)
+        vars(cache).update(copies=self.copies, _sizes=self._sizes)
         return cache
 
     def storages(self) -> set[int]:

@@ -40,7 +40,6 @@ class AllToAllDispatch(base.Dispatch):
     State: ClassVar = State
     Tokens: ClassVar = Tokens
     description: ClassVar = "all-to-all"
-    overlaps: ClassVar = True
     syncs_host: ClassVar = True
 
     routing: Routing
@@ -71,9 +70,9 @@ class AllToAllDispatch(base.Dispatch):
         return self
 
     @classmethod
-    def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "AllToAllDispatch":
+    def resume(cls, state: State, routing: Routing, route: Route, dim: int) -> "AllToAllDispatch":
         self = cls(state, route)
-        self.dim, self.routing = dim, cast(Routing, routing)
+        self.dim, self.routing = dim, routing
         return self
 
     @functools.cached_property
@@ -97,7 +96,7 @@ class AllToAllDispatch(base.Dispatch):
         payload = ops.pack_dispatch(*rows, token_C, sent_TK, ids_TK, scores_TK, num_local)
         return Pending(ops.start_all_to_all(payload, receive_splits, send_splits, self.group_name))
 
-    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
+    def receive(self, pending: Pending) -> Rows:
         payload = ops.wait(cast(Tensor, pending.rows))
         if self.pairs is None:
             return in_expert_order(Rows(*ops.unpack_dispatch(payload, self.dim, 0)[:2]), self.routing)
@@ -152,7 +151,7 @@ class AllToAllDispatch(base.Dispatch):
         payload = ops.start_all_to_all(payload, send_splits, receive_splits, self.group_name)
         return Pending(payload, with_gradients=ds_M is not None)
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
         payload, sent_TK = ops.wait(cast(Tensor, pending.rows)), self.state.sent_TK
         rows, ds = ops.unpack_combine(payload, self.dim, sent_TK.shape[1] if pending.with_gradients else 0)
         if not pending.with_gradients:

@@ -6,7 +6,8 @@ output go, and gradients of tokens and scores come back::
     send ──► receive ── experts ──► send_back ──► finish
 
 ``send`` and ``send_back`` start a transfer and return a :class:`Pending`, which ``receive`` and ``finish`` complete.
-Between the two the layer computes what does not depend on the rows in flight.
+Between the two the layer computes what does not depend on the rows in flight. No transfer outlives the op that starts
+it.
 
 A new backend is one file with a class like :class:`Dispatch`, and a line in :data:`titan_fp8moe.dispatch.BACKENDS`.
 """
@@ -81,24 +82,18 @@ class Dispatch(Protocol):
         Tokens: the record of one row per token that arrived, of which the weight gradients are made.
         description: for logs.
         travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
-        overlaps: whether a forward ends in an autograd node of its own, so that the caller's work runs meanwhile. See
-            below for what this asks of a backend.
-        syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs. The
-            adapters ask for this only, so a backend that overlaps says so too: its two nodes run eagerly.
+        syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
         single_node: whether all ranks must be on one node.
         bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
         state, routing, kept: of the experts of this rank; in a forward, after :meth:`receive`.
 
-    With ``overlaps`` the second node of a forward gets ``rows`` of :meth:`send_back`'s result alone. It resumes a
-    dispatch without a routing, calls :meth:`finish`, and frees the memory of ``rows``, which nothing else may need.
-    In a backward the second node sends, and the first receives from another instance.
+    In a backward one op sends and receives, the next sends back and finishes, each with an instance of its own.
     """
 
     State: ClassVar[type]
     Tokens: ClassVar[type]
     description: ClassVar[str]
     travels: ClassVar[bool] = True
-    overlaps: ClassVar[bool] = False
     syncs_host: ClassVar[bool] = False
     single_node: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
@@ -117,16 +112,17 @@ class Dispatch(Protocol):
         """
 
     @classmethod
-    def resume(cls, state: Any, routing: Routing | None, route: Route, dim: int) -> "Dispatch":
-        """Continues a forward's dispatch from its ``state``: in its backward with the forward's ``routing``, or to
-        finish the forward without one. ``dim`` is D."""
+    def resume(cls, state: Any, routing: Routing, route: Route, dim: int) -> "Dispatch":
+        """Continues a forward's dispatch in its backward, from its ``state`` and ``routing``. ``dim`` is D."""
+
+    def interrupted(self) -> None:
+        """Called where an error ends the op of this dispatch, whose transfers others may wait for."""
 
     def send(self, rows: Rows) -> Pending:
         """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
 
-    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
-        """The rows of this rank's experts, (M, D) in expert order. ``beside``: results of what has been computed since
-        :meth:`send`; a compiled graph then computes it before it waits."""
+    def receive(self, pending: Pending) -> Rows:
+        """The rows of this rank's experts, (M, D) in expert order."""
 
     @staticmethod
     def kept_rows(kept: Any, dim: int, top_k: int) -> Rows:
@@ -139,9 +135,8 @@ class Dispatch(Protocol):
         """Starts to return rows (M, D) bf16, and in a backward the gradients of their scores (M,) fp32. Each token's
         rows are summed in fp32, in a forward with ``bias``."""
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
-        """Each token's sum over its experts and its row of ``addend_RD``, in fp32 and rounded to ``dtype`` once.
-        ``beside``: as in :meth:`receive`."""
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+        """Each token's sum over its experts and its row of ``addend_RD``, in fp32 and rounded to ``dtype`` once."""
 
 
 def in_expert_order(rows: Rows, routing: Routing) -> Rows:

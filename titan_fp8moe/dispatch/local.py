@@ -35,13 +35,13 @@ class LocalDispatch(Dispatch):
         return cls(pairs, check_ids, None)
 
     @classmethod
-    def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "LocalDispatch":
+    def resume(cls, state: State, routing: Routing, route: Route, dim: int) -> "LocalDispatch":
         return cls(None, False, routing)
 
     def send(self, rows: Rows) -> Pending:
         return Pending(*rows)
 
-    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
+    def receive(self, pending: Pending) -> Rows:
         rows = Rows(cast(Tensor, pending.rows), cast(Tensor, pending.extra))
         if self.pairs is not None:
             ids_TK, scores_TK, E = self.pairs
@@ -62,7 +62,7 @@ class LocalDispatch(Dispatch):
         self.bias = bias
         return Pending(y_MD, ds_M, with_gradients=ds_M is not None)
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
         rows_MD, ds_M, with_gradients = pending
         row_TK = self.routing.row_TK
         if not with_gradients:

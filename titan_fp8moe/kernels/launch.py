@@ -144,17 +144,25 @@ _recordings: dict[int, list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]] = {
 @contextmanager
 def recording() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
     """Yields the list to which this thread's launches in this context go, as kernel, arguments and constants. None
-    runs."""
+    runs. A context inside of another has the same list."""
     thread = threading.get_ident()
-    launches = _recordings[thread] = []
+    outer = _recordings.get(thread)
+    launches = _recordings[thread] = [] if outer is None else outer
     try:
         yield launches
     finally:
-        del _recordings[thread]
+        if outer is None:
+            del _recordings[thread]
 
 
 def is_recording() -> bool:
-    return threading.get_ident() in _recordings
+    return bool(_recordings) and threading.get_ident() in _recordings
+
+
+def is_tracing(x: Tensor) -> bool:
+    """Whether PyTorch traces an op with ``x``, a fake tensor: nobody reads what is recorded, and sizes may be
+    symbols."""
+    return is_recording() and not x.is_meta
 
 
 _streams: dict[int, "torch.cuda.Stream | None"] = {}

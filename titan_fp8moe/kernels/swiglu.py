@@ -18,7 +18,7 @@ from titan_fp8moe.kernels.quantize import quantize_tiles, round_both_ways, scale
 from titan_fp8moe.kernels.routing import expert_of
 from titan_fp8moe.kernels.sizes import cdiv, empty_rows
 from titan_fp8moe.recipe import SCALE_TILE, column_major, padded
-from titan_fp8moe.spec import ExpertSpec, decode
+from titan_fp8moe.spec import ExpertSpec
 
 # Rows per CTA. It divides 128, so no CTA straddles offsets_E[-1], and the scales of 32 rows are one 32-byte sector of a
 # column. (M is a multiple of 128, so a new M never specializes a kernel anew.)
@@ -210,13 +210,13 @@ def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
     return (*spec.parameters, *(0.0,) * (MAX_PARAMETERS - len(spec.parameters)))
 
 
-def swiglu_quantize(h_M2H, score_M, offsets_E, spec, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
+def swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``h_M2H`` is contiguous.
     """
     assert h_M2H.is_contiguous()
-    (M, N), expert = h_M2H.shape, decode(ExpertSpec, spec)
+    M, N = h_M2H.shape
     H = padded(N // expert.rows_per_unit)
     q, q_scale = empty_rows(h_M2H, M, H)
     h_q, h_scale = empty_rows(h_M2H, M, N, keep_h)
@@ -392,7 +392,7 @@ def _backward(activation: str, biased: bool, interleaved: bool) -> Kernel:
 
 
 def swiglu_quantize_backward(
-    d_MH, h_M2H, h_scale, score_M, offsets_E, spec, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
+    d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
     dy=None, dy_scale=None, bias_gradients=False,
 ):  # fmt: skip
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
@@ -401,7 +401,7 @@ def swiglu_quantize_backward(
     unless column-major: a saved tensor may return with other strides (``torch.autograd.graph.save_on_cpu``).
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous()
-    (M, H), N, expert = d_MH.shape, h_M2H.shape[1], decode(ExpertSpec, spec)
+    (M, H), N = d_MH.shape, h_M2H.shape[1]
     dh, dh_scale = empty_rows(d_MH, M, N)
     q, q_scale = empty_rows(d_MH, M, H, recompute_a)
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)

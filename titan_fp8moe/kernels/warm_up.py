@@ -33,7 +33,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.kernels.gemm.launch import is_hopper
+from titan_fp8moe.kernels.gemm.grouped_mm import is_hopper
 from titan_fp8moe.recipe import E8M0
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight, PaddedAsOne
-from titan_fp8moe.ops.backend import check_caller
 from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STEP, padded
 from titan_fp8moe.spec import ExpertSpec
@@ -151,3 +150,25 @@ def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
     if scores != torch.float32:
         return f"topk_scores must be fp32, got {scores}; use topk_scores.float()"
     return f"topk_ids must be int32 or int64, got {ids}; use topk_ids.long()"
+
+
+def check_caller(x: torch.Tensor) -> None:
+    """Rejects calls that the layers' autograd functions or kernels cannot serve.
+
+    Raises:
+        RuntimeError: in a transform of torch.func or in torch.jit.trace.
+        ValueError: for a GPU that is not the current one, on which kernels would run.
+    """
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "FP8 layers have no rules for torch.func's transforms (vmap, grad, jacrev, ...); use backward() or "
+                "torch.autograd.grad, and flatten a batch dim into the rows of x"
+            )
+        if torch.jit.is_tracing():
+            raise RuntimeError("torch.jit cannot trace FP8 layers; use torch.export or torch.compile")
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
+            "torch.cuda.set_device"
+        )

@@ -9,10 +9,10 @@ h has 2H columns, gate and up, or H where experts have no gate; then there is no
 Rows arrive quantized, and the only quantization here is fused into the activation. Nothing here knows of autograd or of
 ranks: :mod:`titan_fp8moe.layer.experts` and :mod:`titan_fp8moe.layer.group` call the steps in their order::
 
-    h = ffn.product(x, w13)                        saved = ffn.with_hidden(saved, x, w13)   needs no gradient
-    a, saved = ffn.activate(h)                     grads = ffn.hidden_gradients(dy, saved, w2_t)
+    h = ffn.product(x, w13)                        hidden = ffn.hidden(x, w13), unless it was saved
+    a, hidden = ffn.activate(h)                    grads = ffn.hidden_gradients(dy, hidden, a, w2_t)
     y = ffn.product(a, w2)                         dx = ffn.product(grads.dh, w13_t)
-                                                   dw = ffn.weight_grads(x, grads, weights, needed)
+                                                   dw = ffn.weight_grads(x, grads, operands, needed)
 
 The steps are calls of their own for two reasons. Steps that need no row in flight run while tokens travel. And the
 caller drops each tensor after its last use, which no callee could do: an argument lives as long as the call.
@@ -27,50 +27,54 @@ from torch import Tensor
 from titan_fp8moe import ops
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
+from titan_fp8moe.layer.operands import WeightOperands
 from titan_fp8moe.layer.statistics import Operand
-from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, readable
+from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, RowBias, Rows
-from titan_fp8moe.spec import BackwardSpec, ExpertSpec, encode
+from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 
-class SavedFFN(NamedTuple):
-    """Tensors that a backward needs of its forward; None for those that the settings leave out.
+class Hidden(NamedTuple):
+    """GEMM 1's output ``h`` (M, 2H), bf16, or e4m3 with ``scale``."""
 
-    Attributes:
-        h, h_scale: GEMM 1's output (M, 2H), bf16, or e4m3 with scales.
-        a_q, a_scale: GEMM 2's operand.
-    """
-
-    h: Tensor | None = None
-    h_scale: Tensor | None = None
-    a_q: Tensor | None = None
-    a_scale: Tensor | None = None
-
-
-def saved_fields(backward: BackwardSpec) -> tuple[str, ...]:
-    """The fields of :class:`SavedFFN` that an FFN with these settings saves."""
-    if backward.recompute == "experts":
-        return ()
-    fields = ("h", "h_scale") if backward.save_h == "fp8" else ("h",)
-    return (*fields, "a_q", "a_scale") if backward.keeps_operand else fields
+    h: Tensor
+    scale: Tensor | None = None
 
 
 class HiddenGradients(NamedTuple):
-    """The operands of the weight gradients, rows in expert order, and the scores' gradient.
+    """The operands of the weight gradients, rows in expert order, and more that the second half of a backward reads.
 
     Attributes:
         dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output.
-        a: (M, H), GEMM 2's operand, empty where weights are frozen.
-        ds_M: (M,) fp32.
+        a: (M, H), GEMM 2's operand; None where weights are frozen.
+        ds_M: (M,) fp32, of the rows' scores, if they have any.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
+        w13_t: the operand of GEMM 1's input gradient, where it was made with that of GEMM 1; or None.
+        dx: (M, D) bf16, the input's gradient of shared experts, or None.
     """
 
     dy: Rows
     dh: Rows
-    a: Rows
-    ds_M: Tensor
+    a: Rows | None = None
+    ds_M: Tensor | None = None
     dbias: Tensor | None = None
+    w13_t: Fp8Weight | None = None
+    dx: Tensor | None = None
+
+
+class WeightGrads(NamedTuple):
+    """Gradients of GEMM 1's weights in one, as :func:`weight_grads` returns them, and of ``w2``; or None."""
+
+    w13: Tensor | None = None
+    w2: Tensor | None = None
+
+    def apart(self, weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+        """One for each of the weights."""
+        if self.w13 is None or weights.w3 is None:
+            return ExpertWeights(cast(Any, self.w13), cast(Any, self.w2))
+        w1, w3 = self.w13.chunk(2)
+        return ExpertWeights(w1, cast(Any, self.w2), w3)
 
 
 class FFN(NamedTuple):
@@ -98,19 +102,15 @@ class FFN(NamedTuple):
             return out
         return out.add_(ops.low_rank(*rows, lora.A, lora.B, self.routing.offsets_E)[:, :columns])
 
-    def activate(self, h_M2H: Tensor) -> tuple[Rows, SavedFFN]:
-        """GEMM 2's operand (M, H), and tensors for the backward: those of :func:`saved_fields`, and if there are any,
-        the operand."""
-        fields, spec = saved_fields(self.backward), encode(self.expert)
-        keep_h = "h_scale" in fields
+    def activate(self, h_M2H: Tensor) -> tuple[Rows, Hidden | None]:
+        """GEMM 2's operand (M, H), and h if the backward reads it."""
+        keep_h = self.backward.save_h == "fp8" and self.backward.keeps_hidden
         biases = () if self.biases is None else self.biases.gate_up(self.expert)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
-            h_M2H, self.routing.score_M, self.routing.offsets_E, spec, keep_h, self.nans.a, *biases
+            h_M2H, self.routing.score_M, self.routing.offsets_E, self.expert, keep_h, self.nans.a, *biases
         )
-        if not fields:
-            return Rows(a_q, a_scale), SavedFFN()
-        hidden = (h_q, h_scale) if keep_h else (h_M2H, None)
-        return Rows(a_q, a_scale), SavedFFN(*hidden, a_q, a_scale)
+        hidden = Hidden(h_q, h_scale) if keep_h else Hidden(h_M2H) if self.backward.keeps_hidden else None
+        return Rows(a_q, a_scale), hidden
 
     def row_bias(self) -> RowBias | None:
         """The bias that :meth:`product` of GEMM 2 leaves out."""
@@ -119,64 +119,59 @@ class FFN(NamedTuple):
         score_M = None if self.expert.score_before_experts else self.routing.score_M
         return RowBias(self.biases.b2, score_M, self.routing.offsets_E)
 
-    def with_hidden(self, saved: SavedFFN, x: Rows | None, w13: Fp8Weight | None) -> SavedFFN:
-        """``saved`` with h, which is computed again if the settings kept none. ``x``: as in :meth:`weight_grads`."""
-        if saved.h is not None:
-            return saved
-        h = self.product(self.in_expert_order(cast(Rows, x)), cast(Fp8Weight, w13), self.lora.w13)
-        return saved._replace(h=h)
+    def hidden(self, x: Rows, w13: Fp8Weight) -> Hidden:
+        """h, computed again. ``x``: as in :meth:`weight_grads`."""
+        return Hidden(self.product(self.in_expert_order(x), w13, self.lora.w13))
 
-    def hidden_gradients(self, dy: Rows, saved: SavedFFN, w2_t: Fp8Weight, of_biases: bool = False) -> HiddenGradients:
-        """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients."""
+    def hidden_gradients(
+        self, dy: Rows, hidden: Hidden, a: Rows | None, w2_t: Fp8Weight, of_biases: bool = False
+    ) -> HiddenGradients:
+        """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients. ``a``: if
+        the forward has saved it."""
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
-        h, offsets_E, score_M = cast(Tensor, saved.h), self.routing.offsets_E, self.routing.score_M
-        recompute_a = saved.a_q is None and self.backward.weights != "frozen"
+        offsets_E, score_M = self.routing.offsets_E, self.routing.score_M
+        recompute_a = a is None and self.backward.weights != "frozen"
         biases: list[Any] = []
         if self.biases is not None:
             biases += [*self.biases.gate_up(self.expert), self.biases.b2, *dy, of_biases]
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
-            d_MH, h, saved.h_scale, score_M, offsets_E, encode(self.expert), recompute_a, self.nans.dh, *biases
+            d_MH, *hidden, score_M, offsets_E, self.expert, recompute_a, self.nans.dh, *biases
         )
-        a = Rows(a_q, a_scale) if saved.a_q is None or saved.a_scale is None else Rows(saved.a_q, saved.a_scale)
-        return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, *dbias)
+        a, ds_M = Rows(a_q, a_scale) if recompute_a else a, None if score_M is None else ds_M
+        return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, dbias[0] if dbias else None)
 
     def weight_grads(
-        self, x: Rows | None, grads: HiddenGradients, weights: ExpertWeights[Tensor], needed: ExpertWeights[Any]
-    ) -> ExpertWeights[Any]:
+        self, x: Rows, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights[Any]
+    ) -> WeightGrads:
         """Gradients of the weights, in their dtype, bf16 or fp32.
 
         Args:
             x: the rows that GEMM 1's were permuted from, one per token. The transpose gathers from them, so that no
-                token is kept once per expert. None where the layer keeps none.
-            weights: the parameters.
+                token is kept once per expert.
+            operands: of the weights.
             needed: which of the gradients to compute. w1's and w3's come together.
-
-        Returns:
-            None where not needed, and for a w3 that is None.
         """
-        if x is None or self.backward.weights != "trained":
-            return NO_WEIGHTS
-        mode, offsets_E = self.backward.wgrad, self.routing.offsets_E
-        dtype, dw13, dw2 = weights.w2.dtype, [None], None
+        mode, offsets_E, like = self.backward.wgrad, self.routing.offsets_E, operands.like
+        dw13 = dw2 = None
         if needed.w1 or needed.w3:
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
-            matrices = 1 if weights.apart(self.expert) is weights else 2
-            dw13 = weight_grads(Operands(grads.dh, rows, token_M, offsets_E), mode, dtype, weights.gate_up, matrices)
+            of_dw13 = WgradOperands(grads.dh, rows, token_M, offsets_E)
+            dw13 = weight_grads(of_dw13, mode, like.w2.dtype, like.groups[0], len(operands.groups[0]))
         if needed.w2:
-            operands = Operands(grads.dy, grads.a, None, offsets_E)
-            (dw2,) = weight_grads(operands, mode, dtype, (weights.w2,))
+            of_dw2 = WgradOperands(grads.dy, cast(Rows, grads.a), None, offsets_E)
+            dw2 = weight_grads(of_dw2, mode, like.w2.dtype, (like.w2,))
         if statistics.collecting():
-            self._record(x, grads, weights)
-        return ExpertWeights(dw13[0], dw2, *dw13[1:])
+            self._record(x, grads, operands)
+        return WeightGrads(dw13, dw2)
 
     def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
         """Gradients of the adapters by the fields of :class:`titan_fp8moe.layer.lora.LoraTensors`. ``x``: as in
         :meth:`weight_grads`."""
-        (w13, w2), offsets_E, result = self.lora, self.routing.offsets_E, {}
+        w13, w2, offsets_E, result = self.lora.w13, self.lora.w2, self.routing.offsets_E, {}
         if w13 is not None:
             result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
         if w2 is not None:
-            result |= w2.grads(grads.a, grads.dy, offsets_E)
+            result |= w2.grads(cast(Rows, grads.a), grads.dy, offsets_E)
         return result
 
     def in_expert_order(self, x: Rows) -> Rows:
@@ -186,21 +181,19 @@ class FFN(NamedTuple):
         T = row_TK.shape[0]  # where shared experts read the same rows, others follow that pad their group
         return Rows(*ops.permute_rows(x.q[:T], x.scale[:T], row_TK, token_M, offsets_E))
 
-    def _record(self, x: Rows, grads: HiddenGradients, weights: ExpertWeights[Tensor]) -> None:
-        _, D, H = weights.w2.shape
-        x_operand, dy = Operand("x", self.in_expert_order(x), 1, D), Operand("dy", grads.dy, 1, D)
+    def _record(self, x: Rows, grads: HiddenGradients, operands: WeightOperands) -> None:
+        _, D, H = operands.like.w2.shape
         columns = self.expert.rows_per_unit * H
         parts = 1 if self.expert.interleaved else self.expert.rows_per_unit
         pairs = [
-            (x_operand, Operand("dh", grads.dh, parts, columns // parts)),
-            (Operand("a", grads.a, 1, H), dy),
+            (Operand("x", self.in_expert_order(x), 1, D), Operand("dh", grads.dh, parts, columns // parts)),
+            (Operand("a", cast(Rows, grads.a), 1, H), Operand("dy", grads.dy, 1, D)),
         ]
-        values = readable(weights).apart(self.expert)
-        gemms = values.gate_up, (values.w2,)
-        statistics.record(pairs, gemms, self.routing.offsets_E, self.routing.token_M, self.backward.wgrad)
+        offsets_E, token_M = self.routing.offsets_E, self.routing.token_M
+        statistics.record(pairs, operands.groups, offsets_E, token_M, self.backward.wgrad)
 
 
-class Operands(NamedTuple):
+class WgradOperands(NamedTuple):
     """Operands of a weight gradient dW = dy^T x.
 
     Attributes:
@@ -217,36 +210,36 @@ class Operands(NamedTuple):
 
 
 def weight_grads(
-    operands: Operands, mode: str, dtype: torch.dtype, weights: Sequence[Tensor], matrices: int = 1
-) -> list[Tensor]:
-    """dW per expert, for each of the weights that dy's columns belong to.
+    operands: WgradOperands, mode: str, dtype: torch.dtype, weights: Sequence[Tensor], parts: int = 1
+) -> Tensor:
+    """dW per expert, of all weights that dy's columns belong to.
 
     Args:
         mode: ``wgrad`` of the settings; dtype: bf16 or fp32, of the result.
-        weights: (E, N_i, K_i), all of the same shape.
-        matrices: how many matrices, each of which the operands pad, a single weight holds along N_i.
+        weights: one or two (E, N_i, K_i) of the same shape.
+        parts: the matrices along N, each of which the operands pad.
 
     Returns:
-        A contiguous gradient (E, N_i, K_i) for each weight. A single weight may lie in memory as (E, K, N); its
-        gradient then lies so too.
+        The gradient (E, N_i, K_i) of a single weight, or those of two in one (2E, N_i, K_i). A single weight may lie in
+        memory as (E, K, N); its gradient then lies so too.
     """
-    first, count, layout = weights[0], len(weights), "apart" if matrices == 1 else "joined"
-    if count == 1 and first.stride()[1] == 1 != first.stride()[2]:
+    first, layout = weights[0], "apart" if len(weights) == parts else "joined"
+    if len(weights) == 1 and first.stride()[1] == 1 != first.stride()[2]:
         layout = "transposed"
-    _, rows, columns = first.shape
-    result = dtype, count * matrices, rows // matrices, columns, layout
+    rows, columns = first.shape[1] * len(weights) // parts, first.shape[2]
+    result = dtype, parts, rows, columns, layout
     if mode == "bf16":
         grads = _bf16_product(operands, *result)
     else:
         dy, x, token_M, offsets_E = operands
         x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
         grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, *result)
-    if layout == "transposed":
-        return [grads.transpose(1, 2)]
-    return list(grads.chunk(count)) if count > 1 else [grads]
+    return grads.transpose(1, 2) if layout == "transposed" else grads
 
 
-def _bf16_product(operands: Operands, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str) -> Tensor:
+def _bf16_product(
+    operands: WgradOperands, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
+) -> Tensor:
     """dy^T x in bf16; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
     dy, x, _token_M, offsets_E = operands
     dy_MN, x_MK = ops.dequantize_rows(*dy, offsets_E), ops.dequantize_rows(*x, offsets_E)

@@ -42,6 +42,10 @@ class Fp8GatheredWeight(Tensor):
         self.quantized = quantized
         return self
 
+    def stand_in(self) -> Tensor:
+        """A plain tensor of this shape and dtype, without memory to speak of."""
+        return self.quantized.scale.new_empty((), dtype=self.dtype).expand(self.shape)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override] # as torch prescribes
 
     @classmethod

@@ -5,12 +5,15 @@
 
 :func:`feed_forward` and :func:`linear` quantize their input and their output's gradient themselves, once each. The
 shared experts of a MoE layer read the rows that are quantized for the routed ones: :mod:`titan_fp8moe.layer.experts`
-calls :func:`group_ffn` and :func:`group_backward` with these rows.
+calls :func:`group_ffn`, :func:`group_backward` and :func:`group_weight_grads` with these rows.
+
+A forward is one op, for per-op activation checkpointing. An FFN's backward is two, so that a graph can free h before
+weight gradients are made.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.utils.flop_counter
@@ -20,14 +23,33 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.layer import on_meta, operands, statistics
-from titan_fp8moe.layer.ffn import FFN, HiddenGradients, Operands, SavedFFN, saved_fields, weight_grads
-from titan_fp8moe.layer.operands import Generations, Read, WeightCache
+from titan_fp8moe.layer import on_meta, statistics
+from titan_fp8moe.layer.checks import check_caller
+from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, WgradOperands, weight_grads
+from titan_fp8moe.layer.operands import (
+    SWIGLU,
+    Generations,
+    WeightCache,
+    WeightOperands,
+    aliases,
+    copies_for,
+    pack_weights,
+)
+from titan_fp8moe.layer.saved import (
+    SavedGroup,
+    group_there,
+    hidden_gradients_there,
+    num_hidden,
+    pack,
+    unpack,
+    weight_grads_there,
+)
 from titan_fp8moe.layer.statistics import Operand
-from titan_fp8moe.layer.weights import ExpertWeights, one_expert, without_expert_dim
-from titan_fp8moe.ops.backend import check_caller, custom_op, once_differentiable, refuse_export
+from titan_fp8moe.layer.weights import ExpertWeights, one_expert
+from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import BLOCK, STEP, group_rows, padded
-from titan_fp8moe.rows import GroupRows, NanFlags, Rows, one_group
+from titan_fp8moe.rows import NO_FLAGS, GroupRows, NanFlags, Rows, one_group
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
@@ -40,138 +62,124 @@ def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: 
     return FFN(plain, backward, one_group(rows.end, rows.score), nans, dim=dim)
 
 
-def group_ffn(ffn: FFN, rows: GroupRows, weights: list[Tensor | None]) -> tuple[Tensor, SavedFFN, Generations]:
-    """The FFN's output (R, D) bf16, and what its backward needs. ``weights``: packed, of one expert."""
-    with operands.held(weights):
-        (w13, w2), copies = operands.forward_operands(weights)
-        a, saved = ffn.activate(ffn.product(Rows(rows.q, rows.scale), w13))
-        return ffn.product(a, w2, None, ffn.dim), saved, copies
+def group_ffn(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[Tensor, SavedGroup]:
+    """The FFN's output (R, D) bf16, and what its backward needs."""
+    with operands.held:
+        (w13, w2), copies = operands.of_forward()
+        a, hidden = ffn.activate(ffn.product(rows.quantized, w13))
+        return ffn.product(a, w2, None, ffn.dim), SavedGroup(rows, a, copies, hidden)
 
 
-class GroupBackward(NamedTuple):
-    """The rest of an FFN's backward: the gradients of its weights, which can wait."""
+def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Rows, with_dx: bool) -> HiddenGradients:
+    """The first half of a backward, which makes the gradient of the rows (R, D) bf16, if asked. ``dy``: of the
+    output."""
+    x = saved.rows.quantized
+    with operands.held:
+        w13, w13_t, w2_t = operands.of_hidden(saved.copies, saved.hidden is None)
+        hidden = saved.hidden or ffn.hidden(x, cast(Fp8Weight, w13))
+        grads = ffn.hidden_gradients(dy, hidden, saved.a, w2_t)
+        del hidden, w2_t  # h is freed after its last use
+        if not with_dx:
+            return grads
+        w13_t = w13_t or operands.transposed(0, saved.copies)
+        return grads._replace(dx=ffn.product(grads.dh, w13_t, None, ffn.dim))
 
-    ffn: FFN
-    x: Rows
-    weights: ExpertWeights[Tensor]
-    grads: HiddenGradients
 
-    def weight_grads(self, needed: ExpertWeights[Any]) -> ExpertWeights[Any]:
-        return without_expert_dim(self.ffn.weight_grads(self.x, self.grads, self.weights, needed))
+def group_weight_grads(
+    ffn: FFN, saved: SavedGroup, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights[Any]
+) -> WeightGrads:
+    """The second half of a backward, whose first made ``grads``."""
+    return ffn.weight_grads(saved.rows.quantized, grads._replace(a=saved.a or grads.a), operands, needed)
 
 
-def group_backward(
-    ffn: FFN,
-    rows: GroupRows,
-    matrices: ExpertWeights[Tensor],
-    read: Read | None,
-    copies: Generations,
-    saved: SavedFFN,
-    dy: Rows,
-    with_dx: bool,
-) -> tuple[Tensor | None, GroupBackward]:
-    """The gradient of the rows (R, D) bf16, None unless ``with_dx``, and the rest. ``dy``: of the output."""
-    weights, x = one_expert(matrices), Rows(rows.q, rows.scale)
-    with operands.held_by(read):
-        w13, w13_t, w2_t = operands.backward_operands(weights, read, copies, ffn.backward, dy.q)
-        saved = ffn.with_hidden(saved, x, w13)
-        grads = ffn.hidden_gradients(dy, saved, w2_t)
-        del saved, w2_t  # h is freed after its last use
-        dx_RD = ffn.product(grads.dh, w13_t, None, ffn.dim) if with_dx else None
-    return dx_RD, GroupBackward(ffn, x, weights, grads)
+def matrix_grads(grads: WeightGrads, matrices: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    """Gradients of one expert's weights as those of its matrices."""
+    return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads.apart(matrices)))
 
 
 # --- FFN --------------------------------------------------------------------------------------------------------------
 
 
 def _feed_forward(
-    x_TD: Tensor,
-    weights: list[Tensor | None],
-    expert: str,
-    backward: str,
-    dtype: torch.dtype,
-    nan_flags: Tensor | None = None,
+    x_TD: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None, backward: str, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The output (T, D) in ``dtype``; :class:`Generations` of any copies; :class:`GroupRows`, of frozen weights only
-    its end; the fields of :class:`SavedFFN` that there are."""
+    """The output (T, D) in ``dtype``, and :class:`SavedGroup`. ``weights``: packed, of one expert."""
     spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
         run = functools.partial(on_meta.ffn, _FeedForward.apply, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, nans.x)
     rows = GroupRows(q, scale, end)
-    y, saved, copies = group_ffn(group_of(rows, decode(ExpertSpec, expert), spec, nans, x_TD.shape[1]), rows, weights)
-    kept = rows[:3] if spec.keeps_rows else (end,)
-    fields = (getattr(saved, name) for name in saved_fields(spec))
-    return [y[: x_TD.shape[0]].to(dtype), *copies.there, *kept, *fields]
+    operands = WeightOperands(weights)
+    y, saved = group_ffn(group_of(rows, SWIGLU, spec, nans, x_TD.shape[1]), rows, operands)
+    return [y[: x_TD.shape[0]].to(dtype), *pack(group_there(spec, bool(operands.kept)), saved)]
 
 
-def _linear(
-    x_TK: Tensor, weights: list[Tensor | None], dtype: torch.dtype, nan_flags: Tensor | None = None
+def _feed_forward_hidden_gradients(
+    dy_TD: Tensor,
+    saved: list[Tensor],
+    needs_dx: bool,
+    dtype: torch.dtype,
+    weights: list[Tensor | None],
+    nan_flags: Tensor | None,
+    backward: str,
 ) -> list[Tensor]:
-    """The output (T, N) in ``dtype``, and :class:`GroupRows`; the generation of copies. ``weights``: packed, of which
-    w1 is the linear's (1, N, K)."""
-    q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
-    with operands.held(weights):
-        (weight,), copies = operands.forward_operands(weights)
-        y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
-    return [y, q, scale, end, *copies.there]
+    """The first half of a backward: the input's gradient (T, D) in ``dtype`` if it is needed, and
+    :class:`titan_fp8moe.layer.ffn.HiddenGradients`. ``saved``: of the forward."""
+    spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
+    q, _, scale, _ = ops.quantize_group(dy_TD, nans.dy)
+    operands = WeightOperands(weights)
+    of_forward = unpack(group_there(spec, bool(operands.kept)), iter(saved))
+    ffn = group_of(of_forward.rows, SWIGLU, spec, nans, dy_TD.shape[1])
+    grads = group_backward(ffn, of_forward, operands, Rows(q, scale), needs_dx)
+    dx = [cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype)] if needs_dx else []
+    return [*dx, *pack(hidden_gradients_there(spec, False), grads)]
 
 
-# One op holds a whole forward, for per-op activation checkpointing, as in titan_fp8moe.layer.experts.
-_feed_forward_op, _linear_op = custom_op(_feed_forward), custom_op(_linear)
+def _feed_forward_weight_grads(
+    halfway: list[Tensor], saved: list[Tensor], needs: list[bool], weights: list[Tensor | None], backward: str
+) -> list[Tensor]:
+    """The second half: :class:`titan_fp8moe.layer.ffn.WeightGrads`. ``saved``: of the forward, without h."""
+    spec, needed = decode(BackwardSpec, backward), ExpertWeights(*needs)
+    operands = WeightOperands(weights)
+    of_forward = unpack(group_there(spec, bool(operands.kept), hidden=False), iter(saved))
+    ffn = group_of(of_forward.rows, SWIGLU, spec, NO_FLAGS, 0)
+    grads = unpack(hidden_gradients_there(spec, False), iter(halfway))
+    return pack(weight_grads_there(needed), group_weight_grads(ffn, of_forward, grads, operands, needed))
 
-FORWARD_OPS = (_feed_forward_op.op, _linear_op.op)
 
-
-def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
-    """FLOPs of the product of ``rows`` rows with each of the packed weights (E, N, K), whose padding counts."""
-    shapes = [shape for shape in weights[: len(ExpertWeights._fields)] if shape is not None]
-    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
-
-
-@torch.utils.flop_counter.register_flop_formula([torch.ops.titan_fp8moe.feed_forward, torch.ops.titan_fp8moe.linear])
-def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
-    """FLOPs of all GEMMs, padding included."""
-    return product_flops(group_rows(x_shape[0]), weights)
+_feed_forward_op = custom_op(_feed_forward)
+_hidden_gradients_op, _weight_grads_op = (
+    custom_op(_feed_forward_hidden_gradients),
+    custom_op(_feed_forward_weight_grads),
+)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
-        packed = operands.pack(one_expert(ExpertWeights(w1, w2, w3)), cache, backward.weights == "frozen")
-        specs = encode(ExpertSpec()), encode(backward)
-        y, *tensors = _feed_forward_op(x_TD, packed.tensors, *specs, dtype, nan_flags)
-        ctx.save_for_backward(*operands.aliases((w1, w2, w3)), *tensors)
-        ctx.spec, ctx.read, ctx.nan_flags, ctx.x_dtype = backward, packed.read(), nan_flags, x_TD.dtype
+        weights = one_expert(ExpertWeights(w1, w2, w3))
+        ctx.copies, ctx.spec, ctx.nan_flags, ctx.x_dtype = copies_for(cache, weights), backward, nan_flags, x_TD.dtype
+        packed = pack_weights(weights, ctx.copies, backward.weights == "frozen")
+        y, *saved = _feed_forward_op(x_TD, packed, nan_flags, encode(backward), dtype)
+        ctx.save_for_backward(*aliases((w1, w2, w3)), *saved)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        backward, nans = ctx.spec, NanFlags.of(ctx.nan_flags)
-        w1, w2, w3, *tensors = ctx.saved_tensors
-        copies = Generations()
-        if ctx.read is not None:
-            copies, tensors = Generations(*tensors[:2]), tensors[2:]
-        q, scale, end, *tensors = tensors if backward.keeps_rows else [None, None, *tensors]
-        tensors = list(tensors)  # for Dynamo of torch 2.11, which takes a starred name for a tuple
-        rows = GroupRows(q, scale, end)
-        ffn = group_of(rows, ExpertSpec(), backward, nans, w2.shape[0])
-        needs_dx, *needs_dw = ctx.needs_input_grad[:4]
-        dy_q, _, dy_scale, _ = ops.quantize_group(dy, nans.dy)
-        dx, of_weights = group_backward(
-            ffn,
-            rows,
-            ExpertWeights(w1, w2, w3),
-            ctx.read,
-            copies,
-            SavedFFN(**{name: tensors.pop() for name in reversed(saved_fields(backward))}),  # held by the callee alone
-            Rows(dy_q, dy_scale),
-            needs_dx,
-        )
-        dx = None if dx is None else dx[: dy.shape[0]].to(ctx.x_dtype)
-        return dx, *of_weights.weight_grads(ExpertWeights(*needs_dw)), None, None, None, None
+        spec, needs = ctx.spec, ctx.needs_input_grad
+        w1, w2, w3, *saved = ctx.saved_tensors
+        matrices, saved = ExpertWeights(w1, w2, w3), list(saved)  # torch 2.11's Dynamo takes a starred name for a tuple
+        packed = pack_weights(one_expert(matrices), ctx.copies, spec.weights == "frozen")
+        halfway = _hidden_gradients_op(dy, saved, needs[0], ctx.x_dtype, packed, ctx.nan_flags, encode(spec))
+        dx = halfway[0] if needs[0] else None
+        if not any(needs[1:4]):
+            return dx, *[None] * 7
+        del saved[len(saved) - num_hidden(spec) :]
+        grads = _weight_grads_op(halfway[1:] if needs[0] else halfway, saved, [*needs[1:4]], packed, encode(spec))
+        found = unpack(weight_grads_there(ExpertWeights(*needs[1:4])), iter(grads))
+        return dx, *matrix_grads(found, matrices), None, None, None, None
 
 
 def feed_forward(
@@ -206,7 +214,6 @@ def feed_forward(
     _check_input(x, D)
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
     refuse_export((x, *weights))
-    cache = operands.usable(cache, weights.w1)
     out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
     return out.view(x.shape)
 
@@ -230,35 +237,66 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 # --- linear -----------------------------------------------------------------------------------------------------------
 
 
+def _linear(x_TK: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+    """The output (T, N) in ``dtype``; q, scale and end of :class:`titan_fp8moe.rows.GroupRows`; the generation of
+    copies. ``weights``: packed, of which w1 is the linear's (1, N, K)."""
+    q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
+    operands = WeightOperands(weights)
+    with operands.held:
+        (weight,), copies = operands.of_forward()
+        y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
+    return [y, q, scale, end, *([copies.w13] if copies else [])]
+
+
+def _linear_backward(
+    dy_TN: Tensor,
+    saved: list[Tensor | None],
+    needs: list[bool],
+    dtype: torch.dtype,
+    weights: list[Tensor | None],
+    nan_flags: Tensor | None,
+    wgrad: str,
+) -> list[Tensor]:
+    """Gradients of x (T, K) in ``dtype`` and of the weight (1, N, K), if they are needed. ``saved``: of the forward; q
+    and scale are None where the weight is frozen."""
+    q, scale, end, *generation = cast(list[Any], saved)
+    dy_q, _, dy_scale, _ = ops.quantize_group(dy_TN, NanFlags.of(nan_flags).dy)
+    x, dy, operands, grads = Rows(q, scale), Rows(dy_q, dy_scale), WeightOperands(weights), []
+    w, (needs_dx, needs_dw) = operands.like.w1, needs
+    if needs_dx:
+        with operands.held:
+            w_t = operands.transposed(0, Generations(*generation) if generation else None)
+            grads.append(ops.grouped_mm(*dy, *w_t, end, dtype)[: dy_TN.shape[0]])
+    if needs_dw:
+        grads.append(weight_grads(WgradOperands(dy, x, None, end), wgrad, w.dtype, (w,)))
+    if statistics.collecting() and q is not None:
+        _, N, K = w.shape
+        statistics.record([(Operand("x", x, 1, K), Operand("dy", dy, 1, N))], operands.groups, end, None, wgrad)
+    return grads
+
+
+_linear_op, _linear_backward_op = custom_op(_linear), custom_op(_linear_backward)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
-        packed = operands.pack(ExpertWeights(w.unsqueeze(0), None), cache, frozen)
-        y, q, x_scale, end, *generations = _linear_op(x_TK, packed.tensors, dtype, nan_flags)
-        kept = (None, None) if frozen else (q, x_scale)
-        ctx.save_for_backward(*operands.aliases([w]), *kept, end, *generations)
-        ctx.config, ctx.read, ctx.nan_flags, ctx.x_dtype = config, packed.read(), nan_flags, x_TK.dtype
+        weight: ExpertWeights[Any] = ExpertWeights(w.unsqueeze(0), None)
+        ctx.copies, ctx.frozen, ctx.wgrad = copies_for(cache, weight), frozen, config.wgrad
+        ctx.nan_flags, ctx.x_dtype = nan_flags, x_TK.dtype
+        y, q, scale, *saved = _linear_op(x_TK, pack_weights(weight, ctx.copies, frozen), nan_flags, dtype)
+        rows = (None, None) if frozen else (q, scale)
+        ctx.save_for_backward(*aliases([w]), *rows, *saved)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        w, q, scale, end, *generations = ctx.saved_tensors
-        dy_q, _, dy_scale, _ = ops.quantize_group(dy, NanFlags.of(ctx.nan_flags).dy)
-        needs_dx, needs_dw, *_ = ctx.needs_input_grad
-        dx = dw = None
-        if needs_dx:
-            weight: ExpertWeights[Any] = ExpertWeights(w.unsqueeze(0), None)
-            with operands.held_by(ctx.read):
-                _, w_t, _ = operands.backward_operands(weight, ctx.read, generations, BackwardSpec(), dy)
-                dx = ops.grouped_mm(dy_q, dy_scale, w_t.q, w_t.scale, end, ctx.x_dtype)[: dy.shape[0]]
-        if needs_dw:
-            of_weight = Operands(Rows(dy_q, dy_scale), Rows(q, scale), None, end)
-            (dw,) = weight_grads(of_weight, ctx.config.wgrad, w.dtype, (w.unsqueeze(0),))
-            dw = dw.squeeze(0)
-        if statistics.collecting() and q is not None:
-            pair = Operand("x", Rows(q, scale), 1, w.shape[1]), Operand("dy", Rows(dy_q, dy_scale), 1, w.shape[0])
-            statistics.record([pair], [(w.unsqueeze(0),)], end, None, ctx.config.wgrad)
+        w, *saved = ctx.saved_tensors
+        packed = pack_weights(ExpertWeights(w.unsqueeze(0), cast(Any, None)), ctx.copies, ctx.frozen)
+        needs_dx, needs_dw = needs = list(ctx.needs_input_grad[:2])
+        grads = _linear_backward_op(dy, list(saved), needs, ctx.x_dtype, packed, ctx.nan_flags, ctx.wgrad)
+        dx, dw = grads[0] if needs_dx else None, grads[-1].squeeze(0) if needs_dw else None
         return dx, dw, None, None, None, None, None
 
 
@@ -285,6 +323,22 @@ def linear(
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     _check_input(x, K)
     refuse_export((x, w))
-    cache = operands.usable(cache, w)
     out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
     return out.view(*x.shape[:-1], N)
+
+
+# --- ops for tools ----------------------------------------------------------------------------------------------------
+
+FORWARD_OPS = (_feed_forward_op, _linear_op)
+
+
+def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
+    """FLOPs of the product of ``rows`` rows with each of the packed weights (E, N, K), whose padding counts."""
+    shapes = [shape for shape in weights[: len(ExpertWeights._fields)] if shape is not None]
+    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
+
+
+@torch.utils.flop_counter.register_flop_formula([torch.ops.titan_fp8moe.feed_forward, torch.ops.titan_fp8moe.linear])
+def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
+    """FLOPs of all GEMMs, padding included."""
+    return product_flops(group_rows(x_shape[0]), weights)

@@ -191,14 +191,8 @@ class LoraOperands(NamedTuple):
 
     w13: GemmLora | None = None
     w2: GemmLora | None = None
-
-    @property
-    def w13_t(self) -> GemmLora | None:
-        return self.w13 and self.w13.transposed
-
-    @property
-    def w2_t(self) -> GemmLora | None:
-        return self.w2 and self.w2.transposed
+    w13_t: GemmLora | None = None
+    w2_t: GemmLora | None = None
 
 
 NO_LORA = LoraOperands()
@@ -209,10 +203,9 @@ def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None], expert: Expe
     adapters = spec.adapters([t for t in tensors if t is not None])
     gate_up = [(name, a) for name, a in (("w1", adapters.w1), ("w3", adapters.w3)) if a is not None]
     matrices = 1 if not expert.gated or (spec.fused and expert.interleaved) else 2
-    return LoraOperands(
-        _join(gate_up, matrices, matrices if spec.fused else 1) if gate_up else None,
-        None if adapters.w2 is None else _join([("w2", adapters.w2)], 1, 1),
-    )
+    w13 = _join(gate_up, matrices, matrices if spec.fused else 1) if gate_up else None
+    w2 = None if adapters.w2 is None else _join([("w2", adapters.w2)], 1, 1)
+    return LoraOperands(w13, w2, w13 and w13.transposed, w2 and w2.transposed)
 
 
 def _join(adapters: list[tuple[str, Adapter]], matrices: int, each: int) -> GemmLora:

@@ -1,7 +1,7 @@
 """The GEMM operands that are made of weights, and the quantized copies of weights that a module keeps.
 
-:func:`forward_operands` and :func:`backward_operands` quantize a weight, from the tensor that FSDP has just gathered.
-With ``fp8_all_gather`` each rank has quantized its shard before (:mod:`titan_fp8moe.layer.fp8_gather`). A module with a
+:class:`WeightOperands` quantizes a weight inside of an op, from the tensor that FSDP has just gathered. With
+``fp8_all_gather`` each rank has quantized its shard before (:mod:`titan_fp8moe.layer.fp8_gather`). A module with a
 :class:`WeightCache` (:func:`titan_fp8moe.nn.modules.cache_of`) keeps the copies, for the microbatches of a step, or for
 good where weights are frozen. The buffers are made once and refreshed in place, so that graphs find them where they
 were.
@@ -16,7 +16,7 @@ backward. At worst weights are quantized once more.
 compares the tensors themselves. The samples are there for writes through ``.data``, of which PyTorch counts no version:
 other optimizers, EMA swaps and merged adapters write so. Nothing tells of parameters of FSDP either.
 
-**Threads.** Whoever refreshes copies and reads them holds their lock meanwhile. Compiled code does in a forward only.
+**Threads.** An op that refreshes copies holds their lock until it has launched what reads them.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_fp8moe import ops, patches
 from titan_fp8moe.kernels.quantize import stored_transposed
+from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.layer.weights import ExpertWeights, readable
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.ops.backend import custom_op
 from titan_fp8moe.recipe import E8M0, FP8, STATE_HEADER, TILE, num_samples, padded
-from titan_fp8moe.spec import BackwardSpec
+from titan_fp8moe.spec import ExpertSpec
 
 Layouts = Literal["both", "forward"]
 Groups = Sequence[Sequence[Tensor]]
@@ -75,26 +75,21 @@ class Copies:
         steps: (1,) int32, the device's count of optimizer steps, which all copies share.
         lock: held while they are refreshed and read.
         key: of the weights that they are of, as far as the host knows.
-        ticket: counts refreshes. If it has not moved, a backward's copies are its forward's.
+        latest: the result of each operand's last refresh. A backward that has it finds its forward's copies.
         replayed: a CUDA graph refreshes them, without the host.
     """
 
     key: list[tuple] | None = None
-    ticket: int = 0
     replayed: bool = False
-    _storages: list[StorageWeakRef] | None = None  # so that none of the key's addresses is used again
     _stream: "torch.cuda.Stream | None" = None
     _raw_stream: int = -1
 
-    def __init__(self, operands: tuple[KeptOperand, ...], steps: Tensor):
-        self.operands, self.steps, self.lock, self._seen = operands, steps, threading.Lock(), threading.local()
+    def __init__(self, operands: tuple[KeptOperand, ...], steps: Tensor, lock: threading.Lock):
+        self.operands, self.steps, self.lock = operands, steps, lock
+        self.latest: list[Tensor | None] = [None] * len(operands)
         for tensor in (steps, *(t for operand in operands for t in operand if t is not None)):
             torch._dynamo.mark_static_address(tensor, guard=False)  # a CUDA graph of Inductor's would copy it
         _live[operands[0].state.data_ptr()] = self
-
-    def ticket_of_thread(self) -> int:
-        """The ticket of this thread's last refresh."""
-        return getattr(self._seen, "ticket", -1)
 
     def pack(self, frozen: bool) -> list[Tensor | None]:
         return [*(t for operand in self.operands for t in operand), None if frozen else self.steps]
@@ -109,7 +104,6 @@ class Copies:
     def note(self, groups: Groups) -> bool:
         """Notes a refresh by these weights, on the current stream. Returns whether they are other tensors than those of
         the last one, or have another version."""
-        self.ticket += 1
         if (weight := groups[0][0]).is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 self.replayed = True
@@ -119,13 +113,15 @@ class Copies:
                 if self._stream is not None:
                     stream.wait_stream(self._stream)
                 self._stream, self._raw_stream = stream, raw
-        key = [_identity(w) for group in groups for w in group]
-        changed = key != self.key
-        if changed:
-            self.key = key
-            self._storages = [StorageWeakRef(w.untyped_storage()) for group in groups for w in group]
-        self._seen.ticket = self.ticket
-        return changed
+        before, self.key = self.key, [tensor_key(w) for group in groups for w in group]
+        return self.key != before
+
+    def are_of(self, at: int, generation: Tensor) -> bool:
+        """Whether this host knows that an operand is still what the forward with this ``generation`` read."""
+        latest = self.latest[at]
+        if latest is None or self.replayed or latest.data_ptr() != generation.data_ptr():
+            return False
+        return not (latest.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 _live: "weakref.WeakValueDictionary[int, Copies]" = weakref.WeakValueDictionary()
@@ -137,16 +133,11 @@ def _copies_of(state: Tensor) -> Copies | None:
     return _live.get(state.data_ptr()) if type(state) is Tensor and not state.is_meta else None
 
 
-def _identity(tensor: Tensor) -> tuple:
-    """Address of the storage's record, view geometry, dtype, version."""
-    version = 0 if tensor.is_inference() else tensor._version
-    storage = tensor.untyped_storage()._cdata
-    return storage, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
 def tensor_key(tensor: Tensor) -> tuple:
-    """:func:`_identity` with a reference to the storage, whose address is then not used again."""
-    return StorageWeakRef(tensor.untyped_storage()), _identity(tensor)
+    """The storage, whose address is not used again while the key lives; version, view geometry, dtype."""
+    version = 0 if tensor.is_inference() else tensor._version
+    storage = StorageWeakRef(tensor.untyped_storage())
+    return storage, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _sizes(group: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -187,7 +178,7 @@ class WeightCache:
     Args:
         layouts: what is kept. ``both`` takes 2 bytes per parameter. ``forward`` takes 1, and each backward transposes.
         kind: the same for layers that are alike, so that they can share compiled code.
-        owner: the module; a copy of it that shares this object gets one of its own from :func:`own_cache`.
+        owner: the module that :func:`own_cache` gives it to.
 
     Attributes:
         copies: the buffers; None before the first forward.
@@ -196,7 +187,6 @@ class WeightCache:
     _all: ClassVar["weakref.WeakSet[WeightCache]"] = weakref.WeakSet()
     copies: Copies | None = None
     _sizes: list[tuple] | None = None
-    _fits: list[tuple] | None = None
 
     def __init__(self, layouts: Layouts = "both", kind: str = "", owner: nn.Module | None = None):
         self.layouts, self.kind = layouts, kind or str(id(self))
@@ -225,19 +215,17 @@ class WeightCache:
             cache.clear()
 
     def buffers(self, groups: Groups) -> Copies:
-        """The copies for such weights, which :func:`pack` hands to an op. They are made unless they are there.
+        """The copies for such weights, made unless they are there.
 
         Raises:
             RuntimeError: a CUDA graph is being captured, and there are none yet.
         """
+        sizes, device = [_sizes(group) for group in groups], groups[0][0].device
         if torch.compiler.is_compiling():
-            _allocate_kind(self.kind, [_sizes(group) for group in groups], groups[0][0].device)
+            _allocate_kind(self.kind, sizes, device)
         else:
-            fits = [(w.shape, w.stride(), w.device) for group in groups for w in group]
             with self._lock:
-                if fits != self._fits:
-                    self._allocate([_sizes(group) for group in groups], groups[0][0].device)
-                    self._fits = fits
+                self._allocate(sizes, device)
         return cast(Copies, self.copies)
 
     def _allocate(self, sizes: list[tuple], device: torch.device) -> None:
@@ -249,11 +237,11 @@ class WeightCache:
                 "a layer that keeps quantized weights (fp8_flow_moe.cache_weights, or frozen experts) makes its "
                 "buffers in its first call, which cannot be inside of a CUDA graph: run it once before the capture"
             )
-        self.copies = self._fits = None
+        self.copies = None
         with _disable_current_modes(), torch.inference_mode(False):
             steps = _steps.setdefault(device, torch.zeros(1, dtype=torch.int32, device=device))
-            self.copies = Copies(tuple(_empty_operand(size, self.layouts, device) for size in sizes), steps)
-        self._sizes = sizes
+            operands = tuple(_empty_operand(size, self.layouts, device) for size in sizes)
+            self.copies, self._sizes = Copies(operands, steps, self._lock), sizes
 
 
 @torch.compiler.assume_constant_result  # runs once per trace, outside of the graph
@@ -276,15 +264,16 @@ def _clear_cache(name: str, module: Any, _: Any) -> None:
     getattr(module, name).clear()
 
 
-def own_cache(module: Any, name: str = "cache") -> WeightCache:
-    """The module's cache. Copies of a module that share its attributes, such as nn.DataParallel's replicas, get their
-    own."""
+def own_cache(module: Any, name: str = "cache") -> WeightCache | None:
+    """The module's cache; None for copies that share its attributes, such as nn.DataParallel's replicas, which keep
+    nothing."""
     cache: WeightCache = getattr(module, name)
     # In compiled code they share one: right, but each quantizes what the other has replaced.
-    if not torch.compiler.is_compiling() and (cache.owner is None or cache.owner() is not module):
-        cache = WeightCache(cache.layouts, cache.kind, module)
-        setattr(module, name, cache)
-    return cache
+    if torch.compiler.is_compiling():
+        return cache
+    if cache.owner is None:
+        cache.owner = weakref.ref(module)  # a deep copy
+    return cache if cache.owner() is module else None
 
 
 def kind_of(module: nn.Module, layouts: Layouts) -> str:
@@ -303,32 +292,27 @@ def after_optimizer_step(*_: Any) -> None:
             steps.data.add_(1)
 
 
-# --- a forward's operands ---------------------------------------------------------------------------------------------
+# --- weights in an op -------------------------------------------------------------------------------------------------
 
 
 class Generations(NamedTuple):
-    """The results of :func:`titan_fp8moe.ops.refresh_weight` for each operand, (2,) int32; None where there are no
-    copies."""
+    """The results of :func:`titan_fp8moe.ops.refresh_weight` for each operand, (2,) int32."""
 
-    w13: Any = None
+    w13: Any
     w2: Any = None
 
-    @property
-    def there(self) -> list[Tensor]:
-        return [generation for generation in self if generation is not None]
 
-
+SWIGLU = ExpertSpec()
 _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
 
 
-def _groups_of(weights: ExpertWeights[Any]) -> Groups:
-    return (weights.gate_up,) if weights.w2 is None else (weights.gate_up, (weights.w2,))
-
-
-def usable(cache: WeightCache | None, weight: Tensor) -> WeightCache | None:
-    """The cache, but none for fake weights, such as those of torch.export: buffers are real."""
-    return None if cache is None or isinstance(weight, FakeTensor) else cache
+def copies_for(cache: WeightCache | None, weights: ExpertWeights[Any], expert: ExpertSpec = SWIGLU) -> Copies | None:
+    """The cache's copies for these weights of experts; none without a cache, or for fake weights, such as those of
+    torch.export: buffers are real."""
+    if cache is None or isinstance(weights.w1, FakeTensor):
+        return None
+    return cache.buffers(weights.apart(expert).groups)
 
 
 def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -339,149 +323,86 @@ def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [t if t is None else t.detach() for t in tensors]
 
 
-class Packed(NamedTuple):
-    """Weights as a forward's op takes them, followed by copies if there are any; or as FSDP gathered them in FP8."""
+def pack_weights(weights: ExpertWeights[Any], copies: Copies | None, frozen: bool) -> list[Tensor | None]:
+    """Weights as an op takes them, of one or of several experts; a linear's is w1. The list holds
 
-    tensors: list[Tensor | None]
-    copies: Copies | None = None
-    frozen: bool = False
-
-    def read(self) -> "Read | None":
-        """Call it after the forward, in its thread."""
-        if self.copies is None:
-            return None
-        ticket = -1 if torch.compiler.is_compiling() else self.copies.ticket_of_thread()
-        return Read(self.copies, self.frozen, ticket)
-
-
-def pack(weights: ExpertWeights[Any], cache: WeightCache | None, frozen: bool) -> Packed:
-    """``weights``: of one or of several experts; a linear's is w1."""
-    if cache is None:
-        return Packed(readable(weights).pack())
-    copies = cache.buffers(_groups_of(weights))
-    return Packed([*weights, *copies.pack(frozen)], copies, frozen)
-
-
-def forward_operands(packed: list[Tensor | None]) -> tuple[list[Fp8Weight], Generations]:
-    """The operands of :class:`Packed` weights, and the generations of copies. Call it in :func:`held`.
-
-    The operands are w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H).
+    * the weights; followed by the buffers of copies, if there are any;
+    * or values and scales of weights that are stored in FP8;
+    * or, of those that FSDP gathered in FP8, stand-ins with the parameters' shapes, then values and scales.
     """
-    if len(packed) <= 2 * _COUNT:
-        return [ops.quantize_weight(*group) for group in _groups_of(ExpertWeights.unpack(packed))], Generations()
-    weights, buffers = ExpertWeights(*cast(Any, packed[:_COUNT])), packed[_COUNT:]
-    operands = _operands(buffers)
-    generations = _refreshed(_groups_of(weights), operands, buffers[-1])
-    return [operand.plain for operand in operands], Generations(*generations)
+    if copies is not None:
+        return [*weights, *copies.pack(frozen)]
+    if not isinstance(weights.w1, Fp8GatheredWeight):
+        return weights.pack() if isinstance(weights.w1, Fp8Weight) else [*weights]
+    stand_ins = (None if w is None else w.stand_in() for w in weights)
+    return [*stand_ins, *readable(weights).pack()]
 
 
-def _operands(buffers: list[Any]) -> list[KeptOperand]:
-    """The operands in a list of :meth:`Copies.pack`, which ends with the steps."""
-    size = len(KeptOperand._fields)
-    return [KeptOperand(*buffers[at : at + size]) for at in range(0, len(buffers) - 1, size)]
-
-
-def held(packed: list[Tensor | None]) -> Any:
-    """The context in which an op reads packed weights: the lock of the copies, if there are any."""
-    if len(packed) <= 2 * _COUNT:
-        return _UNLOCKED
-    copies = _copies_of(cast(Tensor, packed[_COUNT + KeptOperand._fields.index("state")]))
-    return _UNLOCKED if copies is None else copies.lock
-
-
-def _refreshed(
-    groups: Groups, operands: list[KeptOperand], steps: Tensor | None, generations: Sequence[Tensor | None] = ()
-) -> list[Tensor]:
-    """Refreshes copies by :func:`titan_fp8moe.ops.refresh_weight`, for a forward, or for its backward if there are
-    ``generations``. Returns the generations afterwards."""
-    copies = _copies_of(operands[0].state)
-    force = copies is not None and copies.note(groups)
-    return [
-        ops.refresh_weight([*group], *operand, steps, force, generation)
-        for group, operand, generation in zip(groups, operands, generations or (None,) * len(operands), strict=True)
-    ]
-
-
-def _refresh_copies(
-    weights: list[Tensor], buffers: list[Tensor | None], generations: list[Tensor], dout: Tensor
-) -> list[Tensor]:
-    """:func:`_refreshed` for a backward.
+class WeightOperands:
+    """The operands that an op makes of its weights.
 
     Args:
-        weights: of one operand or two, of which the last is of one weight.
-        buffers: of :meth:`Copies.pack`.
-        dout: any gradient that it is given, so that a graph's partitioner cannot move this to the forward.
-    """
-    operands = _operands(buffers)
-    groups = [weights] if len(operands) == 1 else [weights[:-1], weights[-1:]]
-    return _refreshed(groups, operands, buffers[-1], generations)
-
-
-# An op of its own, since a compiled backward reaches the host's knowledge of copies through it alone.
-_refresh = custom_op(_refresh_copies)
-
-# --- a backward's operands --------------------------------------------------------------------------------------------
-
-
-class BackwardOperands(NamedTuple):
-    """Operands of a backward.
+        packed: of :func:`pack_weights`.
 
     Attributes:
-        w13: gate and up as in the forward, (E, 2H, D), if the backward computes GEMM 1 again; else None.
-        w13_t: gate and up transposed, (E, D, 2H); or a linear's weight.
-        w2_t: down transposed, (E, H, D).
+        like: tensors with the parameters' shapes, dtypes and strides.
+        groups: for each operand its weights, or quantized weights; gate and up apart where the operand pads them so.
+        kept: the buffers of copies, if there are any.
+        held: the context in which operands are made and read: the lock of the copies, if there are any.
     """
 
-    w13: Fp8Weight | None
-    w13_t: Fp8Weight
-    w2_t: Any = None  # of an FFN an Fp8Weight
+    def __init__(self, packed: list[Tensor | None], expert: ExpertSpec = SWIGLU):
+        self.like: ExpertWeights[Any] = ExpertWeights(*packed[:_COUNT])
+        self.kept: list[KeptOperand] = []
+        self.copies: Copies | None = None
+        self.held: Any = _UNLOCKED
+        values = self.like
+        if len(packed) not in (_COUNT, 2 * _COUNT, 3 * _COUNT):
+            *buffers, self.steps = cast(list[Any], packed[_COUNT:])
+            size = len(KeptOperand._fields)
+            self.kept = [KeptOperand(*buffers[at : at + size]) for at in range(0, len(buffers), size)]
+            if (copies := _copies_of(self.kept[0].state)) is not None:
+                self.copies, self.held = copies, copies.lock
+        elif len(packed) > _COUNT:
+            values = ExpertWeights.unpack(packed[-2 * _COUNT :])
+        self.groups = values.apart(expert).groups
 
+    def of_forward(self) -> tuple[list[Fp8Weight], Generations | None]:
+        """w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H), unless there is none. And
+        generations of the copies."""
+        if not self.kept:
+            return [ops.quantize_weight(*group) for group in self.groups], None
+        force = self.copies is not None and self.copies.note(self.groups)
+        made = [self._refresh(at, force) for at in range(len(self.kept))]
+        return [operand.plain for operand in self.kept], Generations(*made)
 
-class Read(NamedTuple):
-    """The copies that a forward has read. With the generations, which autograd saves, its backward finds them again.
+    def of_hidden(
+        self, generations: Generations | None, recompute: bool
+    ) -> tuple[Fp8Weight | None, Fp8Weight | None, Fp8Weight]:
+        """The operands of a backward's first half: w13, if it computes GEMM 1 again, and w2's transpose (E, H, D).
+        Between them w13's transpose where both come from one read of the weights."""
+        w13 = w13_t = None
+        if recompute and generations is not None:
+            w13 = self._kept(0, generations.w13).plain
+        elif recompute:
+            w13, w13_t = ops.quantize_weight_both(*self.groups[0])
+        return w13, w13_t, self.transposed(1, generations)
 
-    Attributes:
-        frozen: no step changes the weights.
-        ticket: of this thread's last refresh, the forward's.
-    """
+    def transposed(self, at: int, generations: Generations | None) -> Fp8Weight:
+        """A backward's operand, the transpose of the one of the forward with these ``generations``."""
+        if generations is None:
+            return ops.quantize_weight_transposed(*self.groups[at])
+        return self._kept(at, generations[at]).transposed()
 
-    copies: Copies
-    frozen: bool
-    ticket: int
+    def _kept(self, at: int, generation: Tensor) -> KeptOperand:
+        if self.copies is None or not self.copies.are_of(at, generation):
+            if self.copies is not None:
+                self.copies.note(self.groups)
+            self._refresh(at, False, generation)
+        return self.kept[at]
 
-    def operands(self, groups: Groups, generations: Sequence[Tensor], dout: Tensor) -> list[KeptOperand]:
-        """The forward's operands: those that the copies hold, or made again of the weights. ``dout``: any gradient."""
-        copies, compiling = self.copies, torch.compiler.is_compiling()
-        if not compiling and copies.ticket == self.ticket and not copies.replayed:
-            return [*copies.operands]
-        made = _refresh([w for group in groups for w in group], copies.pack(self.frozen), [*generations], dout)
-        if not compiling:
-            return [*copies.operands]
-        # No schema tells that the op has written: what reads the copies gets other scales.
-        return [o._replace(scale=ops.after(o.scale, made)) for o in copies.operands]
-
-
-def held_by(read: Read | None) -> Any:
-    """The context in which a backward reads operands: the lock of the copies, if there are any."""
-    return _UNLOCKED if read is None or torch.compiler.is_compiling() else read.copies.lock
-
-
-def backward_operands(
-    weights: ExpertWeights[Any], read: Read | None, generations: Sequence[Tensor], backward: BackwardSpec, dout: Tensor
-) -> BackwardOperands:
-    """The operands of a backward: the copies that the forward has read, or quantized for it. ``w13`` comes from the
-    same read of the weights. Call it in :func:`held_by`.
-
-    Args:
-        weights: as the forward saw them.
-        dout: any gradient that the backward is given.
-    """
-    if read is not None:
-        kept = read.operands(_groups_of(weights), generations, dout)
-        return BackwardOperands(kept[0].plain, *(operand.transposed() for operand in kept))
-    values, w13 = readable(weights), None
-    if backward.recompute == "experts":
-        w13, w13_t = ops.quantize_weight_both(*values.gate_up)
-    else:
-        w13_t = ops.quantize_weight_transposed(*values.gate_up)
-    return BackwardOperands(w13, w13_t, None if values.w2 is None else ops.quantize_weight_transposed(values.w2))
+    def _refresh(self, at: int, force: bool, generation: Tensor | None = None) -> Tensor:
+        made = ops.refresh_weight([*self.groups[at]], *self.kept[at], self.steps, force, generation)
+        if self.copies is not None:
+            self.copies.latest[at] = made
+        return made

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
-from titan_fp8moe.layer.experts import Call, ExpertsFunction, run_overlapped
+from titan_fp8moe.layer.experts import Call, run_experts
 from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.lora import Lora, split_lora
-from titan_fp8moe.layer.operands import WeightCache, usable
+from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.saved import Inputs, LayerSpec
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.ops import Fp8Weight
@@ -115,8 +116,7 @@ def routed_experts(
             default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         score_before_experts: multiply the experts' input, not their output, by the score.
-        meanwhile: computes a tensor (T, D) that is added to the result. It runs while tokens travel between ranks, and
-            so does its backward: the place for shared experts. With ``dispatch = "symmetric"`` it runs afterwards.
+        meanwhile: computes a tensor (T, D) that is added to the result, after the layer.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
         b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32. With ``w3`` None one ``b1``
@@ -189,22 +189,19 @@ def run_layer(
         backward = backward._replace(weights="frozen" if lora is None else "adapted")
     of_shared = "" if shared is None else "frozen" if shared.frozen else "trained"
     ffn = shared or _NO_SHARED
-    cache, shared_cache = usable(cache, weights.w1), usable(ffn.cache, weights.w1)
+    shared_cache = ffn.cache
+    if isinstance(weights.w1, FakeTensor):  # such as those of torch.export: buffers are real
+        cache = shared_cache = None
     kept = ffn.scores is not None, cache is not None, shared_cache is not None
     spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
     call = Call(spec, cache, shared_cache, stored, host)
     given = weights if stored is None else NO_WEIGHTS
     pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
-    inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters)
-    flat = inputs.flatten()
-    refuse_export(flat)
-    if spec.dispatch.overlaps:
-        out, extra = run_overlapped(inputs, call, meanwhile)
-    else:
-        out = ExpertsFunction.apply(*flat, call, None)
-        extra = None if meanwhile is None else meanwhile()
-    return out if meanwhile is None else _add(out, extra)
+    inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters).flatten()
+    refuse_export(inputs)
+    out = run_experts(inputs, call)
+    return out if meanwhile is None else _add(out, meanwhile())
 
 
 _NO_SHARED = Shared(NO_WEIGHTS)

@@ -1,35 +1,22 @@
-"""The tensors that autograd keeps of a layer, as one record.
+"""The records that a layer's autograd function and its ops hand each other, and how they cross an op.
 
-Ops and autograd take and return flat lists of tensors. The record's parts are named, and :func:`layout` says, from the
-layer's specification alone, which fields of them there are and in which order. Packing and unpacking are one loop each,
-so a new field is a new field of a record, and nothing else::
+Ops take and return flat lists of tensors. For each record a function says, from the layer's specification, which of its
+tensors there are: it returns the record with flags in their place. :func:`pack` and :func:`unpack` follow these flags,
+depth first.
 
-    weights, shared_weights   aliases of the parameters, not quantized: FSDP refills them before the backward
-    scales                    of weights that are stored in FP8
-    biases                    b1 b2 b3 of experts that have them
-    lora                      the adapters' tensors, of a layer that has them
-    state                     the dispatch's, from which its backward is resumed
-    routing                   offsets_E, token_M, score_M, row_TK
-    tokens                    one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1; none
-                              where weights are frozen, unless recompute = "experts"
-    ffn                       h [h_scale]; with recompute = "none" and trained weights also a_q a_scale; nothing with
-                              recompute = "experts"
-    copies, shared_copies     generations of the quantized weights that a module keeps
-    shared_rows               this rank's tokens as one group; without expert parallelism they share q with ``tokens``;
-                              with a gate of the shared experts also its scores
-    shared_ffn                as ffn, of the shared experts
+A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. From both the
+first op of a backward makes :class:`Halfway`, and from all of these the second makes :class:`Gradients`.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
-from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route
-from titan_fp8moe.layer.ffn import SavedFFN, saved_fields
-from titan_fp8moe.layer.lora import LoraSpec, LoraTensors
+from titan_fp8moe.dispatch import BACKENDS, Route
+from titan_fp8moe.layer.ffn import Hidden, HiddenGradients, WeightGrads
+from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.operands import Generations
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
 from titan_fp8moe.ops import Fp8Weight
@@ -63,117 +50,133 @@ class LayerSpec(NamedTuple):
     def shared_backward(self) -> BackwardSpec:
         return self.backward if self.shared == self.backward.weights else self.backward._replace(weights=self.shared)
 
-    @property
-    def handing(self) -> "LayerSpec":
-        """For tensors on the way from one function to the next: shared experts will read their rows, if only once."""
-        return self._replace(shared="trained") if self.shared == "frozen" else self
 
-    @property
-    def dispatch(self) -> type[Dispatch]:
-        return BACKENDS[self.route.backend]
+# --- records and flat lists -------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    """Which tensors some parts of :class:`Saved` have, and where in a flat list.
+def pack(there: tuple, record: Any) -> list[Tensor]:
+    """The tensors of a record, or of records in it, for which ``there`` has a true flag."""
+    flat: list[Tensor] = []
+    for flag, value in zip(there, record, strict=True):
+        if isinstance(flag, tuple):
+            flat += pack(flag, value)
+        elif flag:
+            flat.append(value)
+    return flat
+
+
+def unpack(there: Any, values: Iterator[Tensor]) -> Any:
+    """The inverse of :func:`pack`, with a list's iterator; None for what is not there."""
+    if not isinstance(there, tuple):
+        return next(values) if there else None
+    filled = []
+    for flag in there:
+        filled.append(unpack(flag, values))
+    return type(there)(*filled) if hasattr(there, "_fields") else filled
+
+
+def _all(record: Any) -> Any:
+    return record(*[True] * len(record._fields))
+
+
+_ROWS = Rows(*cast(Any, (True, True)))
+
+
+def _rows(there: bool) -> Any:
+    return _ROWS if there else None
+
+
+# --- what a forward keeps ---------------------------------------------------------------------------------------------
+
+
+class SavedGroup(NamedTuple):
+    """The tensors that the forward of an FFN with one group of rows keeps for its backward.
 
     Attributes:
-        names: (part, field) of each tensor, in order.
-        records: for each part of :class:`Saved` its record and where its fields' values are, of which -1 is not there;
-            or, if no value is there, the part itself and None.
+        rows: its input. Shared experts without expert parallelism have its q from ``tokens`` of :class:`Saved`.
+        a: GEMM 2's operand, with recompute = "none" and trained weights.
+        copies: generations of the quantized weights that a module keeps.
+        hidden: h, unless recompute = "experts".
     """
 
-    names: list[tuple[str, str]]
-    records: list[Any]
-
-
-def layout(spec: LayerSpec, *parts: str) -> Layout:
-    """The layout of these parts of a layer's :class:`Saved`."""
-    # torch.compile traces the function itself: it would warn of a cache.
-    return _layout(spec, parts) if torch.compiler.is_compiling() else _cached_layout(spec, parts)
-
-
-def _layout(spec: LayerSpec, parts: tuple[str, ...]) -> Layout:
-    kind = spec.dispatch
-    tokens = kind.Tokens._fields if spec.backward.keeps_rows else ()
-    shared_rows = ffn_of_shared = ()
-    if spec.shared:
-        shared_rows = ("q", "scale", "end") if spec.shared_backward.keeps_rows else ("end",)
-        if tokens and not kind.travels:
-            shared_rows = tuple(name for name in shared_rows if name != "q")
-        if spec.shared_scored:
-            shared_rows = ("score", *shared_rows)
-        ffn_of_shared = saved_fields(spec.shared_backward)
-    fields: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "weights": (ExpertWeights, ExpertWeights._fields),
-        "scales": (ExpertWeights, ExpertWeights._fields),
-        "shared_weights": (ExpertWeights, ExpertWeights._fields),
-        "biases": (Biases, Biases._fields if spec.expert.biased else ()),
-        "lora": (LoraTensors, () if spec.lora is None else spec.lora.fields),
-        "state": (kind.State, kind.State._fields),
-        "routing": (Routing, Routing._fields),
-        "tokens": (kind.Tokens, tokens),
-        "ffn": (SavedFFN, saved_fields(spec.backward)),
-        "shared_rows": (GroupRows, shared_rows),
-        "copies": (Generations, Generations._fields if spec.kept else ()),
-        "shared_ffn": (SavedFFN, ffn_of_shared),
-        "shared_copies": (Generations, Generations._fields if spec.shared_kept else ()),
-    }
-    names = [(part, field) for part in parts for field in fields[part][1]]
-    place = {name: at for at, name in enumerate(names)}
-    records: list[Any] = []
-    for part in Saved._fields:
-        record = fields[part][0]
-        at = [place.get((part, field), -1) for field in record._fields]
-        empty = record(*[None] * len(at)) if part in parts else None
-        records.append((record, at) if empty and max(at) >= 0 else (empty, None))
-    return Layout(names, records)
-
-
-_cached_layout = functools.cache(_layout)
-
-_ABSENT: Any = None
+    rows: GroupRows
+    a: Rows | None
+    copies: Generations | None
+    hidden: Hidden | None
 
 
 class Saved(NamedTuple):
-    """See the top of the file. Parts that are not there are None, and so are fields."""
+    """The tensors that a layer's forward keeps for its backward; parts that are not there are None.
 
-    weights: ExpertWeights[Any] = _ABSENT
-    scales: ExpertWeights[Any] = _ABSENT
-    shared_weights: ExpertWeights[Any] = _ABSENT
-    state: Any = _ABSENT
-    routing: Routing = _ABSENT
-    tokens: Any = _ABSENT
-    ffn: SavedFFN = _ABSENT
-    copies: Generations = _ABSENT
-    shared_rows: GroupRows = _ABSENT
-    shared_ffn: SavedFFN = _ABSENT
-    shared_copies: Generations = _ABSENT
-    biases: Biases[Any] = _ABSENT
-    lora: LoraTensors = _ABSENT
+    The last ones, h of shared and of routed experts, are read by the first op of the backward alone.
+
+    Attributes:
+        state: the dispatch's, from which its backward is resumed.
+        routing: of the rows in expert order.
+        tokens: one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1. Not there where
+            weights are frozen, unless recompute = "experts".
+        a, copies, hidden: as of :class:`SavedGroup`.
+        shared: of the shared experts.
+    """
+
+    state: Any
+    routing: Routing
+    tokens: Any
+    a: Rows | None
+    copies: Generations | None
+    shared: SavedGroup | None
+    hidden: Hidden | None
 
     @property
-    def stored_weights(self) -> ExpertWeights[Fp8Weight] | None:
-        """The weights of experts that are stored in FP8; None for others."""
-        return None if self.scales is None else ExpertWeights.unpack([*self.weights, *self.scales])
-
-    @property
-    def rows_of_shared(self) -> GroupRows:
-        """``shared_rows``, also where they share their q with ``tokens``."""
-        rows = self.shared_rows
-        return rows._replace(q=self.tokens.q) if rows.q is None and isinstance(self.tokens, Rows) else rows
-
-    def pack(self, layout: Layout) -> list[Any]:
-        return [getattr(getattr(self, part), field) for part, field in layout.names]
-
-    @classmethod
-    def unpack(cls, layout: Layout, tensors: Sequence[Tensor | None]) -> "Saved":
-        """The inverse of :meth:`pack`."""
-        assert len(tensors) == len(layout.names)
-        values = [*tensors, None]  # -1 is a field that is not there
-        return cls(*[made if at is None else made(*[values[i] for i in at]) for made, at in layout.records])
+    def of_shared(self) -> SavedGroup:
+        """``shared`` with its q, which it may have from ``tokens``."""
+        shared = cast(SavedGroup, self.shared)
+        if shared.rows.q is not None or not isinstance(self.tokens, Rows):
+            return shared
+        return shared._replace(rows=shared.rows._replace(q=self.tokens.q))
 
 
-# --- arguments of the autograd function ------------------------------------------------------------------------------
+def _hidden_there(backward: BackwardSpec) -> Any:
+    return Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
+
+
+@functools.cache
+def group_there(
+    backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, hidden: bool = True
+) -> SavedGroup:
+    """What :class:`SavedGroup` has; without ``hidden`` what is left after the backward's first op."""
+    keeps: Any = backward.keeps_rows
+    rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
+    copies = _all(Generations) if kept else None
+    return SavedGroup(rows, _rows(backward.keeps_operand), copies, _hidden_there(backward) if hidden else None)
+
+
+@functools.cache
+def saved_there(spec: LayerSpec, hidden: bool = True) -> Saved:
+    """What :class:`Saved` has; without ``hidden`` what is left after the backward's first op."""
+    kind, backward, shared = BACKENDS[spec.route.backend], spec.backward, None
+    if spec.shared:
+        shares_q = backward.keeps_rows and not kind.travels
+        shared = group_there(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, hidden)
+    return Saved(
+        state=_all(kind.State),
+        routing=_all(Routing),
+        tokens=_all(kind.Tokens) if backward.keeps_rows else None,
+        a=_rows(backward.keeps_operand),
+        copies=_all(Generations) if spec.kept else None,
+        shared=shared,
+        hidden=_hidden_there(backward) if hidden else None,
+    )
+
+
+def num_hidden(backward: BackwardSpec, shared: str = "") -> int:
+    """How many of the saved tensors are h, of an FFN and of any shared experts."""
+    if backward.recompute == "experts":
+        return 0
+    return (2 if backward.save_h == "fp8" else 1) * (2 if shared else 1)
+
+
+# --- what a backward hands over ---------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -200,3 +203,56 @@ class Inputs(NamedTuple):
         weights, shared, rest = ExpertWeights(*rest[:3]), ExpertWeights(*rest[3:6]), rest[6:]
         biases, adapters = (Biases(*rest[:3]), rest[3:]) if biased else (None, rest)
         return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
+
+
+class Halfway(NamedTuple):
+    """A backward between its two ops, of the routed experts and of any shared ones."""
+
+    routed: HiddenGradients
+    shared: HiddenGradients | None
+
+
+def hidden_gradients_there(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
+    """What :class:`titan_fp8moe.layer.ffn.HiddenGradients` of an op has, apart from its last fields, ``more``."""
+    made = backward.weights != "frozen" and not backward.keeps_operand
+    return HiddenGradients(_ROWS, _ROWS, _rows(made), cast(Any, scored), **more)
+
+
+@functools.cache
+def halfway_there(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway:
+    """What :class:`Halfway` has."""
+    both = not (spec.backward.keeps_hidden or spec.kept)
+    w13_t: Any = Fp8Weight(cast(Any, True), cast(Any, True)) if both else None
+    routed = hidden_gradients_there(spec.backward, True, dbias=needs_dbias, w13_t=w13_t)
+    shared = hidden_gradients_there(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
+    return Halfway(routed, shared)
+
+
+class Gradients(NamedTuple):
+    """The gradients that the second op of a backward makes.
+
+    Attributes:
+        x: (T, D); topk_scores: (T, K); shared_scores: (T,).
+        weights, shared: of the routed and the shared experts.
+        biases, adapters: one for each.
+    """
+
+    x: Tensor | None
+    topk_scores: Tensor | None
+    shared_scores: Tensor | None
+    weights: WeightGrads
+    shared: WeightGrads
+    biases: Biases[Any] | None
+    adapters: Any
+
+
+def gradients_there(needs: Inputs) -> Gradients:
+    """What :class:`Gradients` has."""
+    x, topk_scores, _, _, shared_scores, weights, shared, biases, adapters = needs
+    of_weights = weight_grads_there(weights), weight_grads_there(shared)
+    return Gradients(x, topk_scores, shared_scores, *of_weights, biases, tuple(adapters))
+
+
+def weight_grads_there(needs: ExpertWeights[Any]) -> WeightGrads:
+    """The weight gradients of an FFN, of whose weights these are needed."""
+    return WeightGrads(needs.w1 or needs.w3, needs.w2)

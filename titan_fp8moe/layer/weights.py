@@ -34,22 +34,23 @@ class ExpertWeights(NamedTuple, Generic[W]):
     w3: W | None = None
 
     @property
-    def gate_up(self) -> tuple[W, ...]:
-        """The weights that GEMM 1's operand is made of."""
-        return (self.w1,) if self.w3 is None else (self.w1, self.w3)
+    def groups(self) -> tuple[tuple[W, ...], ...]:
+        """The weights that each operand is made of: gate and up, and down, unless there is none."""
+        gate_up = (self.w1,) if self.w3 is None else (self.w1, self.w3)
+        return (gate_up,) if self.w2 is None else (gate_up, (self.w2,))
 
     def apart(self: "ExpertWeights[Any]", expert: ExpertSpec) -> "ExpertWeights[Any]":
-        """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them."""
-        if self.w3 is not None or expert.interleaved or self.w1.shape[1] % (2 * TILE) == 0 or not expert.gated:
+        """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them. A
+        linear has w1 alone."""
+        one = self.w3 is not None or self.w2 is None or expert.interleaved or not expert.gated
+        if one or self.w1.shape[1] % (2 * TILE) == 0:
             return self
         gate, up = self.w1.chunk(2, 1)
         return ExpertWeights(gate, self.w2, up)
 
     def pack(self) -> list[Tensor | None]:
-        """The tensors that an op takes: each field's value, then each field's scale where the weights are quantized."""
+        """The tensors of quantized weights: each field's values, then each field's scales."""
         weights: list[Any] = list(self)
-        if not isinstance(self.w1, Fp8Weight):
-            return weights
         return [w and w.q for w in weights] + [w and w.scale for w in weights]
 
     @classmethod

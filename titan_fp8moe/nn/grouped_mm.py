@@ -9,7 +9,7 @@ product casts its own rows, moves them to padded groups, and moves its result ba
 
 import itertools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
+from titan_fp8moe.layer.checks import check_caller
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.ops.backend import check_caller, once_differentiable, refuse_export
+from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.rows import Rows
 
@@ -119,37 +120,55 @@ def _operand(w: Tensor, transpose: bool) -> Fp8Weight:
     return ops.quantize_weight_transposed(w) if transpose else ops.quantize_weight(w)
 
 
+def _grouped_linear(x_MK: Tensor, w_EKN: Tensor, offs_E: Tensor) -> list[Tensor]:
+    """y (M, N) bf16, and what the backward reads: q and scale of x, and the routing without scores."""
+    M, E = x_MK.shape[0], w_EKN.shape[0]
+    expert_M1 = expert_of_rows(offs_E, M)
+    no_scores_M1 = torch.empty_like(expert_M1, dtype=torch.float32)
+    offsets_E, token_P, _, row_M1 = ops.expert_routing(expert_M1, no_scores_M1, E, row_capacity(M, E))
+    q, scale = ops.quantize_rows(x_MK)
+    padded = ops.permute_rows(q, scale, row_M1, token_P, offsets_E)
+    y_PN = ops.grouped_mm(*padded, *_operand(w_EKN, transpose=True), offsets_E, torch.bfloat16)
+    return [ops.unpermute_sum(y_PN, row_M1, torch.bfloat16), q, scale, offsets_E, token_P, row_M1]
+
+
+def _grouped_linear_backward(
+    dy_MN: Tensor, w_EKN: Tensor, saved: list[Tensor | None], needs_dx: bool, needs_dw: bool
+) -> list[Tensor]:
+    """The gradients that are needed, of x (M, K) and of w, in its memory layout. ``saved``: of the forward; q and scale
+    may be None if w needs none."""
+    q, scale, offsets_E, token_P, row_M1 = cast(list[Any], saved)
+    dy = Rows(*ops.permute_rows(*ops.quantize_rows(dy_MN), row_M1, token_P, offsets_E))
+    grads = []
+    if needs_dx:
+        dx_PK = ops.grouped_mm(*dy, *_operand(w_EKN, transpose=False), offsets_E, torch.bfloat16)
+        grads.append(ops.unpermute_sum(dx_PK, row_M1, torch.bfloat16))
+    if needs_dw:
+        x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(q, scale, *dy, offsets_E, "balanced", token_P)
+        if _is_transposed(w_EKN):
+            dw = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, w_EKN.dtype).transpose(1, 2)
+        else:
+            dw = ops.grouped_mm_wgrad(x_t, x_t_scale, dy_t, dy_t_scale, offsets_E, w_EKN.dtype)
+        grads.append(dw)
+    return grads
+
+
+_forward_op, _backward_op = custom_op(_grouped_linear), custom_op(_grouped_linear_backward)
+
+
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, w_EKN: Tensor, offs_E: Tensor) -> Tensor:
-        M, E = x_MK.shape[0], w_EKN.shape[0]
-        expert_M1 = expert_of_rows(offs_E, M)
-        no_scores_M1 = torch.empty_like(expert_M1, dtype=torch.float32)
-        offsets_E, token_P, _, row_M1 = ops.expert_routing(expert_M1, no_scores_M1, E, row_capacity(M, E))
-        x = Rows(*ops.quantize_rows(x_MK))
-        padded = ops.permute_rows(*x, row_M1, token_P, offsets_E)
-        y_PN = ops.grouped_mm(*padded, *_operand(w_EKN, transpose=True), offsets_E, torch.bfloat16)
+        y_MN, q, scale, *routing = _forward_op(x_MK, w_EKN, offs_E)
         # The weight itself is saved, as FSDP refills it before the backward. Its gradient alone needs the rows.
-        _, needs_dw, _ = ctx.needs_input_grad
-        rows = x if needs_dw else (None, None)
-        ctx.save_for_backward(w_EKN, *rows, offsets_E, token_P, row_M1)
-        return ops.unpermute_sum(y_PN, row_M1, torch.bfloat16)
+        rows = (q, scale) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(w_EKN, *rows, *routing)
+        return y_MN
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: Tensor):
-        w_EKN, q, scale, offsets_E, token_P, row_M1 = ctx.saved_tensors
-        dy = Rows(*ops.permute_rows(*ops.quantize_rows(dy_MN), row_M1, token_P, offsets_E))
+        w_EKN, *saved = ctx.saved_tensors
         needs_dx, needs_dw, _ = ctx.needs_input_grad
-        dx_MK = dw_EKN = None
-        if needs_dx:
-            dx_PK = ops.grouped_mm(*dy, *_operand(w_EKN, transpose=False), offsets_E, torch.bfloat16)
-            dx_MK = ops.unpermute_sum(dx_PK, row_M1, torch.bfloat16)
-        if needs_dw:
-            x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(q, scale, *dy, offsets_E, "balanced", token_P)
-            pair = [(x_t, x_t_scale), (dy_t, dy_t_scale)]
-            if transposed := _is_transposed(w_EKN):
-                pair.reverse()  # the gradient in the weight's memory layout
-            dw = ops.grouped_mm_wgrad(*pair[0], *pair[1], offsets_E, w_EKN.dtype)
-            dw_EKN = dw.transpose(1, 2) if transposed else dw
-        return dx_MK, dw_EKN, None
+        grads = _backward_op(dy_MN, w_EKN, list(saved), needs_dx, needs_dw)
+        return grads[0] if needs_dx else None, grads[-1] if needs_dw else None, None

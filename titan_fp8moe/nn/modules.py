@@ -251,7 +251,7 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         biases: Any = None if (b1 := self.b1) is None else Biases(b1, self.b2, self.b3)
         frozen = are_frozen(weights)
         # Elsewhere the layer reads DTensors, faster than to_local() does.
-        if self.ep_group is None or self.gathers_fp8 or torch.compiler.is_compiling():
+        if self.gathers_fp8 or (isinstance(self.w1, DTensor) and (not self.ep_group or torch.compiler.is_compiling())):
             weights = ExpertWeights(*self.local_weights(*weights))
             biases = biases and Biases(*map(local_of, biases))
         cache = cache_of(self, frozen)

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute as kernels
 from titan_fp8moe.kernels import routing
-from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.ops.backend import with_kernel
 
 # For whoever converts the arguments that an error names, until nothing is refused and all tokens go to expert 0.
 SWAPPED = "topk_ids and topk_scores seem swapped: torch.topk returns (scores, ids), experts take (ids, scores)"
@@ -78,13 +78,13 @@ def _permute_rows(
     return recipe.permute_rows(q_TD, scale, token_M)
 
 
-# --- ops --------------------------------------------------------------------------------------------------------------
+# --- with their kernels -----------------------------------------------------------------------------------------------
 
 # Rows of y, dx and ds may be strided: views of a payload.
-expert_routing = custom_op(_expert_routing, routing.expert_routing)
-dispatch_routing = custom_op(_dispatch_routing, routing.dispatch_routing)
-permute_rows = custom_op(_permute_rows, kernels.permute_rows)
-unpermute_sum = custom_op(recipe.unpermute_sum, kernels.unpermute_sum)
-unpermute_gradients = custom_op(recipe.unpermute_gradients, kernels.unpermute_gradients)
-pack_dispatch = custom_op(recipe.pack_dispatch, kernels.pack_dispatch)
-pack_combine = custom_op(recipe.pack_combine, kernels.pack_combine)
+expert_routing = with_kernel(_expert_routing, routing.expert_routing)
+dispatch_routing = with_kernel(_dispatch_routing, routing.dispatch_routing)
+permute_rows = with_kernel(_permute_rows, kernels.permute_rows)
+unpermute_sum = with_kernel(recipe.unpermute_sum, kernels.unpermute_sum)
+unpermute_gradients = with_kernel(recipe.unpermute_gradients, kernels.unpermute_gradients)
+pack_dispatch = with_kernel(recipe.pack_dispatch, kernels.pack_dispatch)
+pack_combine = with_kernel(recipe.pack_combine, kernels.pack_combine)

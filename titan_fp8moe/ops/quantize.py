@@ -1,18 +1,18 @@
 """Quantization ops: 1x128 tiles for activations and gradients, 128x128 blocks for weights."""
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
-from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.ops.backend import with_kernel
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 
-quantize_rows = custom_op(recipe.quantize_rows, kernels.quantize_rows)
-quantize_group = custom_op(recipe.quantize_group, kernels.quantize_group)
-dequantize_rows = custom_op(recipe.dequantize_rows, kernels.dequantize_rows)
+quantize_rows = with_kernel(recipe.quantize_rows, kernels.quantize_rows)
+quantize_group = with_kernel(recipe.quantize_group, kernels.quantize_group)
+dequantize_rows = with_kernel(recipe.dequantize_rows, kernels.dequantize_rows)
 
 
 class Fp8Weight(NamedTuple):
@@ -151,8 +151,7 @@ def _refresh_weight(
 ) -> Tensor:
     """Quantizes weights into buffers that are kept, unless these are the copies that a forward or backward needs.
 
-    The device decides, by :func:`titan_fp8moe.recipe.seen_weights`, so that a replay of a CUDA graph decides anew. The
-    schema does not say that the buffers change: graphs would copy them.
+    The device decides, by :func:`titan_fp8moe.recipe.seen_weights`, so that a replay of a CUDA graph decides anew.
 
     Args:
         weights: one or two (E, N, K) of one shape, as for :func:`quantize_weight_both`.
@@ -174,26 +173,6 @@ def _refresh_weight(
     return state.new_tensor([after[1], made])
 
 
-@custom_op
-def after(tensor: Tensor, tokens: list[Tensor]) -> Tensor:
-    """A copy of ``tensor``, which a graph orders after the ops that made ``tokens``: those that read what
-    :func:`refresh_weight` writes, which no schema tells, take the copy."""
-    return tensor.clone()
-
-
-def _check_weights(weights: list[Tensor]) -> None:
-    if len(weights) > 2:
-        raise ValueError(f"quantize_weight: takes one or two weights, got {len(weights)}")
-    first, last, alike = weights[0], weights[-1], True
-    if first is not last:
-        alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
-    if not alike or first.dtype not in (torch.bfloat16, torch.float32):
-        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        raise ValueError(
-            f"quantize_weight: weights (E, N, K) must share E, K and a dtype, bf16 or fp32; got {got}; use w.bfloat16()"
-        )
-
-
 def _join_weight(
     w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,19 +184,26 @@ def _join_weight(
     return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
 
 
-_quantize_weight_op = custom_op(_quantize_weight, kernels.quantize_weight)
-_join_weight_op = custom_op(_join_weight, kernels.join_weight)
-refresh_weight = custom_op(_refresh_weight, kernels.refresh_weight)
+quantize_weights = with_kernel(_quantize_weight, kernels.quantize_weight)
+join_weights = with_kernel(_join_weight, kernels.join_weight)
+refresh_weight = with_kernel(_refresh_weight, kernels.refresh_weight)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
     if isinstance(weights[0], Fp8Weight):
         first, *rest = cast(list[Fp8Weight], list(weights))
         ((last, last_scale),) = rest or [(None, None)]
-        return _join_weight_op(first.q, first.scale, last, last_scale, plain, transposed)
-    tensors: list[Any] = list(weights)
-    _check_weights(tensors)
-    return _quantize_weight_op(tensors, plain, transposed)
+        return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
+    tensors = cast(list[Tensor], list(weights))
+    (E, _, K), dtype = tensors[0].shape, tensors[0].dtype
+    alike = len(tensors) <= 2 and all((w.dtype, w.shape[0], w.shape[2]) == (dtype, E, K) for w in tensors[1:])
+    if not alike or dtype not in (torch.bfloat16, torch.float32):
+        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in tensors)
+        raise ValueError(
+            "quantize_weight: one or two weights (E, N, K) must share E, K and a dtype, bf16 or fp32; "
+            f"got {got}; use w.bfloat16()"
+        )
+    return quantize_weights(tensors, plain, transposed)
 
 
 def quantize_weight(*weights: Tensor | Fp8Weight) -> Fp8Weight:

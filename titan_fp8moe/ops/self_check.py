@@ -21,7 +21,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_TILE
-from titan_fp8moe.spec import ExpertSpec, encode
+from titan_fp8moe.spec import ExpertSpec
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
         yield Case(f"quantize_weight_transposed {dtype}", ops.quantize_weight_transposed, (*typed,))
     quantized = [ops.Fp8Weight(*recipe.quantize_weight(w)) for w in weights]
     args = tuple(t for pair in quantized for t in pair)
-    yield Case("join_weight", ops.quantize._join_weight_op, (*args, True, True))
+    yield Case("join_weight", ops.quantize.join_weights, (*args, True, True))
 
     def both(*weights: Tensor) -> tuple[Tensor, ...]:
         operand, transposed = ops.quantize_weight_both(*weights)
@@ -211,17 +211,17 @@ def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator
     h, d, score_M = randn(M, 2 * H).bfloat16(), randn(M, H).bfloat16(), randn(M).sigmoid()
     for activation, first in itertools.product(ACTIVATIONS, (False, True)):
         expert = ExpertSpec.of(activation, score_before_experts=first)
-        spec, columns = encode(expert), h[:, : expert.rows_per_unit * H].contiguous()
-        args = columns, score_M, offsets_E, spec, first
-        yield Case(f"swiglu_quantize {spec}", ops.swiglu_quantize, args, nearly=True)
-        args = d, columns, None, score_M, offsets_E, spec, True
-        yield Case(f"swiglu_quantize_backward {spec}", ops.swiglu_quantize_backward, args, nearly=True)
-    spec, biases = encode(ExpertSpec(biased=True)), (randn(E, H), randn(E, H))
-    args = h, score_M, offsets_E, spec, False, None, *biases
+        columns = h[:, : expert.rows_per_unit * H].contiguous()
+        args = columns, score_M, offsets_E, expert, first
+        yield Case(f"swiglu_quantize {expert}", ops.swiglu_quantize, args, nearly=True)
+        args = d, columns, None, score_M, offsets_E, expert, True
+        yield Case(f"swiglu_quantize_backward {expert}", ops.swiglu_quantize_backward, args, nearly=True)
+    expert, biases = ExpertSpec(biased=True), (randn(E, H), randn(E, H))
+    args = h, score_M, offsets_E, expert, False, None, *biases
     yield Case("swiglu_quantize with biases", ops.swiglu_quantize, args, nearly=True)
     dy, dy_scale = recipe.quantize_rows(randn(M, D))
     of_output = randn(E, D), dy, recipe.column_major(dy_scale)
-    args = d, h, None, score_M, offsets_E, spec, True, None, *biases, *of_output, True
+    args = d, h, None, score_M, offsets_E, expert, True, None, *biases, *of_output, True
     yield Case("swiglu_quantize_backward with biases", ops.swiglu_quantize_backward, args, nearly=True)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.ops.backend import with_kernel
 from titan_fp8moe.spec import ExpertSpec, decode
 
 
@@ -13,7 +13,7 @@ def _swiglu_quantize(
     h_M2H: Tensor,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    spec: str,
+    expert: ExpertSpec,
     keep_h: bool,
     nan_flag: Tensor | None = None,
     gate_bias: Tensor | None = None,
@@ -25,14 +25,12 @@ def _swiglu_quantize(
     Args:
         h_M2H: bf16.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
-        spec: an encoded :class:`titan_fp8moe.spec.ExpertSpec`.
         nan_flag: see :func:`titan_fp8moe.recipe.note_nan`.
         gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None. Without a gate the first.
 
     Returns:
         The operand and h, each with its column-major scales; h's two are empty unless ``keep_h``.
     """
-    expert = decode(ExpertSpec, spec)
     bias_M2H = _bias_rows(gate_bias, up_bias, offsets_E, h_M2H, expert)
     q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert, bias_M2H)
     recipe.note_nan(q, nan_flag)
@@ -61,7 +59,7 @@ def _swiglu_quantize_backward(
     h_scale: Tensor | None,
     score_M: Tensor | None,
     offsets_E: Tensor,
-    spec: str,
+    expert: ExpertSpec,
     recompute_a: bool,
     nan_flag: Tensor | None = None,
     gate_bias: Tensor | None = None,
@@ -86,7 +84,7 @@ def _swiglu_quantize_backward(
         As the recipe, but the operand is empty unless ``recompute_a``, and ds without ``score_M``. The last are, with
         ``bias_gradients`` only, those of gate, up and down in one, (E, 2H' + D') in their dtype.
     """
-    expert, h = decode(ExpertSpec, spec), h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
+    h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
     bias_M2H = _bias_rows(gate_bias, up_bias, offsets_E, h, expert)
     dh, dh_scale, a, a_scale, ds, dbias_M2H = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert, bias_M2H)
     recipe.note_nan(dh, nan_flag)
@@ -108,5 +106,12 @@ def _swiglu_quantize_backward(
     return [*results, recipe.bias_gradient(rows, offsets_E).to(b2.dtype)]
 
 
-swiglu_quantize = custom_op(_swiglu_quantize, kernels.swiglu_quantize)
-swiglu_quantize_backward = custom_op(_swiglu_quantize_backward, kernels.swiglu_quantize_backward)
+swiglu_quantize = with_kernel(_swiglu_quantize, kernels.swiglu_quantize)
+swiglu_quantize_backward = with_kernel(_swiglu_quantize_backward, kernels.swiglu_quantize_backward)
+
+
+def swiglu_quantize_op(
+    h_M2H: Tensor, score_M: Tensor | None, offsets_E: Tensor, spec: str, keep_h: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`swiglu_quantize` as an op, with an encoded specification."""
+    return swiglu_quantize(h_M2H, score_M, offsets_E, decode(ExpertSpec, spec), keep_h)

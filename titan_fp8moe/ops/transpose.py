@@ -4,7 +4,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import transpose as kernels
-from titan_fp8moe.ops.backend import custom_op
+from titan_fp8moe.ops.backend import with_kernel
 
 
 def _transpose_pair(
@@ -25,4 +25,4 @@ def _transpose_pair(
     return recipe.transpose_pair(x_MD, x_scale, dy_MN, dy_scale, mode, token_M)
 
 
-transpose_pair = custom_op(_transpose_pair, kernels.transpose_pair)
+transpose_pair = with_kernel(_transpose_pair, kernels.transpose_pair)

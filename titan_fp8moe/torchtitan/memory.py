@@ -33,7 +33,6 @@ from torchtitan.models.moe.moe import MoE
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
-from titan_fp8moe.layer.ffn import saved_fields
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
@@ -398,12 +397,10 @@ def _quantized(width: int) -> float:
 
 
 def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
-    """Bytes per row of the fields of :class:`titan_fp8moe.layer.ffn.SavedFFN` that an FFN keeps."""
-    h, fields = 2 * padded(hidden), saved_fields(config.backward)
-    sizes = dict(h=h * BF16, h_scale=h / TILE, a_q=h / 2, a_scale=h / 2 / TILE)
-    if "h_scale" in fields:
-        sizes["h"] = h
-    return sum(sizes[name] for name in fields)
+    """Bytes per row of h and GEMM 2's operand, where an FFN keeps them."""
+    backward, columns = config.backward, 2 * padded(hidden)
+    h = _quantized(columns) if config.save_h == "fp8" else columns * BF16
+    return backward.keeps_hidden * h + backward.keeps_operand * _quantized(hidden)
 
 
 def _backward(config: Fp8FlowMoEConfig, D: int, hidden: int) -> tuple[float, float, float]:

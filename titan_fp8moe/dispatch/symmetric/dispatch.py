@@ -3,35 +3,34 @@
 Tokens and sums are those of :mod:`titan_fp8moe.dispatch.all_to_all`, and so are the results, bit for bit. But a rank
 pulls its tokens straight to expert order, and the host neither waits nor learns how many come. All ranks have equally
 many tokens, and buffers have room for ``dispatch_capacity`` times the rows of uniform routing.
-:func:`titan_fp8moe.check_room` raises if that did not suffice.
+:func:`titan_fp8moe.check_room` raises if that did not suffice. :mod:`titan_fp8moe.dispatch.symmetric.exchange`
+describes the steps.
 
 Rows travel on a stream of their own (:meth:`~titan_fp8moe.dispatch.symmetric.workspace.Workspace.beside`), in
 parallel with the layer's computation between two verbs. The dispatch keeps the transfer's tensors until the second
 verb, which lets the layer's stream wait. An exchange ends within a layer's forward, and within its backward.
 """
 
-from typing import ClassVar, NamedTuple, cast
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import Dispatch, Pairs, Pending, Returned, Route, check_rows
-from titan_fp8moe.dispatch.symmetric.ops import (
-    symmetric_arrived,
-    symmetric_dispatch,
-    symmetric_dispatch_gradients,
-    symmetric_finish_combine,
-    symmetric_start_combine,
-)
-from titan_fp8moe.dispatch.symmetric.workspace import capacities, current, own
-from titan_fp8moe.ops.backend import intercepted
+from titan_fp8moe.dispatch.symmetric import exchange, kernels, workspace
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
+from titan_fp8moe.kernels.launch import is_tracing
+from titan_fp8moe.kernels.sizes import empty_rows
+from titan_fp8moe.ops.backend import use_kernels
+from titan_fp8moe.recipe import FP8, SCALE_TILE
 from titan_fp8moe.rows import Routing, RowBias, Rows
 
 
 class State(NamedTuple):
     """``sent_TK`` of :func:`titan_fp8moe.recipe.dispatch_routing`; ``arrived_C``, ``pair_CK`` and ``plan`` of
-    :func:`titan_fp8moe.dispatch.symmetric.ops.symmetric_dispatch`."""
+    :mod:`titan_fp8moe.dispatch.symmetric.exchange`."""
 
     sent_TK: Tensor
     arrived_C: Tensor
@@ -61,8 +60,9 @@ class SymmetricDispatch(Dispatch):
     routing: Routing
     kept: Rows
     dim: int
-    transfer: list[Tensor]  # tensors that the transfer in flight reads and writes, kept until it has ended
+    transfer: list[Tensor | None]  # tensors that the transfer in flight reads and writes, kept until it has ended
     sent: Sent | None = None  # in a forward
+    at: Workspace | None = None  # of the exchange in flight
 
     def __init__(self, route: Route):
         self.route = route
@@ -76,39 +76,64 @@ class SymmetricDispatch(Dispatch):
         return self
 
     @classmethod
-    def resume(cls, state: State, routing: Routing | None, route: Route, dim: int) -> "SymmetricDispatch":
+    def resume(cls, state: State, routing: Routing, route: Route, dim: int) -> "SymmetricDispatch":
         self = cls(route)
-        self.state, self.routing = state, cast(Routing, routing)
+        self.state, self.routing = state, routing
         return self
+
+    def interrupted(self) -> None:
+        if self.at is not None:
+            self.at.interrupt()
 
     # --- to the experts ---
 
     def send(self, rows: Rows) -> Pending:
-        name = self.route.group_name
         if self.sent is None:
-            routing, state = self.routing, self.state
-            plan = state.plan, state.arrived_C, routing.row_TK, routing.token_M, routing.offsets_E
-            q, scale = symmetric_dispatch_gradients(*rows, *plan, name)
-            self.transfer = [q, scale, *plan]
+            return self._send_gradients(rows)
+        ((ids_TK, scores_TK, E), sent_TK, token_C, counts_N), (T, D) = self.sent, rows.q.shape
+        N, K = self.route.num_ranks, ids_TK.shape[1]
+        M, C = capacities(T, K, N, E, self.route.capacity)
+        if is_tracing(rows.q):
+            q, scale, *results = _arriving(rows, counts_N, scores_TK, M, C)
         else:
-            (ids_TK, scores_TK, _), sent_TK, token_C, counts_N = self.sent
-            pairs = ids_TK, scores_TK, token_C, counts_N
-            q, scale, *results = symmetric_dispatch(*rows, *pairs, self.route.capacity, name)
-            token_q, token_scale, offsets_E, token_M, score_M, row_CK, *state = results
-            self.transfer = [q, scale, *results]
-            self.state, self.kept = State(sent_TK, *state), Rows(token_q, token_scale)
-            self.routing = Routing(offsets_E, token_M, score_M, row_CK)
-        own(name, self)
+            at, impl = self._begin(rows, Sizes(N, T, D, K, E))
+            impl.publish(at, *rows, (ids_TK, scores_TK), (token_C, counts_N, (M, C)))
+            with at.beside():
+                plan = impl.plan(at)
+                at.planned()
+                offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK = impl.pull_routing(at, plan, M, C)
+                q, scale, *tokens = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)
+            results = [*tokens, offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK, plan]
+        self.transfer = [q, scale, *results]
+        self.kept, self.routing = Rows(*results[:2]), Routing(*results[2:6])
+        self.state = State(sent_TK, *results[6:])
         return Pending(q, scale)
 
-    def receive(self, pending: Pending, beside: list[Tensor]) -> Rows:
-        q, scale = cast(Tensor, pending.rows), cast(Tensor, pending.extra)
-        transfer, self.transfer = self.transfer, []
-        if intercepted():
-            scale = symmetric_arrived(scale, [*transfer, *beside], self.route.group_name)
-        else:  # without a copy of the scales
-            current(self.route.group_name).join()
-        return Rows(q, scale)
+    def _send_gradients(self, rows: Rows) -> Pending:
+        (offsets_E, token_M, _, row_CK), (_, arrived_C, _, plan) = self.routing, self.state
+        (T, D), M = rows.q.shape, token_M.shape[0]
+        if is_tracing(rows.q):
+            return Pending(*empty_rows(rows.q, M, D))
+        at, impl = self._begin(rows, Sizes(self.route.num_ranks, T, D, row_CK.shape[1], offsets_E.shape[0]))
+        impl.publish(at, *rows, None, None)
+        with at.beside():
+            impl.wait(at, DISPATCH)
+            q, scale, *_ = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, False)
+        self.transfer = [q, scale]
+        return Pending(q, scale)
+
+    def _begin(self, rows: Rows, sizes: Sizes) -> tuple[Workspace, ModuleType]:
+        self.at = workspace.begin(self.route.group_name, sizes, rows.q.device)
+        return self.at, _impl(rows.q)
+
+    def receive(self, pending: Pending) -> Rows:
+        self._join()
+        return Rows(*cast(Any, pending[:2]))
+
+    def _join(self) -> None:
+        if self.at is not None:
+            self.at.join()
+        self.transfer = []
 
     @staticmethod
     def kept_rows(kept: Rows, dim: int, top_k: int) -> Rows:
@@ -121,23 +146,39 @@ class SymmetricDispatch(Dispatch):
         return True
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
-        y_MD, state = cast(Tensor, y_MD), self.state
+        y_MD, (_, _, pair_CK, plan) = cast(Tensor, y_MD), self.state
         self.dim = y_MD.shape[1]
-        tensors = y_MD, ds_M, self.routing.row_TK, state.pair_CK, state.plan
-        self.transfer = [t for t in (*tensors, *(bias or ())) if t is not None]
-        started = symmetric_start_combine(*tensors, self.route.group_name, *(bias or ()))
-        return Pending(started, with_gradients=ds_M is not None)
+        if not is_tracing(y_MD):
+            self.at, impl = workspace.current(self.route.group_name), _impl(y_MD)
+            self.transfer = [y_MD, ds_M, *(bias or ())]
+            with self.at.beside():
+                impl.push_sums(self.at, plan, y_MD, ds_M, self.routing.row_TK, pair_CK, *(bias or ()))
+                impl.wait(self.at, COMBINE)
+        return Pending(None, with_gradients=ds_M is not None)
 
-    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None, beside: list[Tensor]) -> Returned:
-        started, with_gradients = cast(Tensor, pending.rows), pending.with_gradients
-        rows, ds = symmetric_finish_combine(
-            started,
-            self.state.sent_TK,
-            self.dim,
-            dtype,
-            addend_RD,
-            with_gradients,
-            [*self.transfer, *beside],
-            self.route.group_name,
-        )
-        return Returned(rows, ds if with_gradients else None)
+    def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
+        at, sent_TK = self.at, self.state.sent_TK
+        self._join()
+        if at is None:  # traced
+            out, scores = sent_TK.new_empty(sent_TK.shape[0], self.dim, dtype=dtype), sent_TK.float()
+            return Returned(out, scores if pending.with_gradients else None)
+        sums = at.sums(self.dim)
+        if pending.with_gradients:
+            returned = ops.unpermute_gradients(sums, at.view("score_gradients"), sent_TK, dtype, addend_RD)
+        else:
+            returned = (ops.unpermute_sum(sums, sent_TK, dtype, addend_RD),)
+        at.end()
+        return Returned(*returned)
+
+
+def _impl(x: Tensor) -> ModuleType:
+    return kernels if use_kernels(x) else exchange
+
+
+def _arriving(rows: Rows, counts_N: Tensor, scores_TK: Tensor, M: int, C: int) -> list[Tensor]:
+    """A forward's tensors as PyTorch traces them: q, scale, and what a dispatch keeps, in the order of its records."""
+    (_, D), K, (N, columns) = rows.q.shape, scores_TK.shape[1], counts_N.shape
+    tokens = rows.q.new_empty(C, D, dtype=FP8), rows.scale.new_empty(C, D // SCALE_TILE)
+    routing = counts_N.new_empty(columns - 3), counts_N.new_empty(M), scores_TK.new_empty(M), counts_N.new_empty(C, K)
+    state = counts_N.new_empty(C), counts_N.new_empty(C, K, dtype=torch.uint8), counts_N.new_empty(2, N + 1)
+    return [*empty_rows(rows.q, M, D), *tokens, *routing, *state]

@@ -139,8 +139,7 @@ class Workspace:
             holds the ROWS and TOKENS that the rank would have needed. It also holds 1 for UNLIKE settings of the ranks,
             and 1 if this rank has waited for the rank too long (LATE).
         in_flight: whether a dispatch has begun whose combine has not ended.
-        owner: returns the object that began it, or None if that is gone: an error has interrupted the exchange. None
-            in a compiled graph, whose operators have no owner.
+        interrupted: whether an error has ended the op in which it was.
         captured: whether a CUDA graph holds addresses of it.
         mapped: what keeps ``peers`` mapped.
         barrier: waits for all ranks.
@@ -163,8 +162,7 @@ class Workspace:
         self.scratch: list[Tensor] = []
         if device.type == "cuda":
             self._forked, self._moved = torch.cuda.Event(), torch.cuda.Event()
-        self.in_flight = self.captured = False
-        self.owner: Callable[[], object | None] | None = None
+        self.in_flight = self.interrupted = self.captured = False
         self.mapped: Any = None
         self.barrier: Callable[[], None] = _nobody
         self._views: dict[tuple[str, int], Tensor] = {}
@@ -195,7 +193,7 @@ class Workspace:
         self.check_arrivals()
         if self.in_flight:
             self._end_interrupted()
-        self.in_flight, self.owner = True, None
+        self.in_flight, self.interrupted = True, False
         self.captured |= _is_capturing(self.memory.device)
 
     @contextlib.contextmanager
@@ -226,12 +224,11 @@ class Workspace:
 
     def _end_interrupted(self) -> None:
         """Ends the exchange in flight. All ranks do it together, where an error interrupted all of them. Raises
-        RuntimeError if its owner is still at work."""
-        if self.owner is None or self.owner() is not None or _is_capturing(self.memory.device):
+        RuntimeError if none did."""
+        if not self.interrupted or _is_capturing(self.memory.device):
             raise RuntimeError(
-                'dispatch = "symmetric": an exchange of this group has not ended. Either an error interrupted it, in a '
-                "compiled graph or with an exception that is still held, or two layers are in flight at once, on two "
-                'streams or threads; use dispatch = "all_to_all" for those'
+                'dispatch = "symmetric": an exchange of this group has not ended; two layers are in flight at once, on '
+                'two streams or threads, or an error came between two ops; use dispatch = "all_to_all" for those'
             )
         # Ranks may have arrived for a combine that nobody waits for.
         if self.memory.is_cuda:
@@ -244,18 +241,14 @@ class Workspace:
             torch.cuda.synchronize()
         self.barrier()
 
-    def interrupted(self) -> None:
-        """An error ends the operator that began the exchange."""
+    def interrupt(self) -> None:
+        """An error ends the op in which the exchange is. Its transfer ends before its memory."""
         self.join()
-        self.owner = _nobody
-
-    def owned_by(self, owner: object) -> None:
-        """Names the object that has begun the exchange. If an error ends it, its transfer ends before its memory."""
-        self.owner = weakref.ref(owner, lambda _: self.join())
+        self.interrupted = True
 
     def end(self) -> None:
         """After an exchange."""
-        self.in_flight, self.owner = False, None
+        self.in_flight = False
 
     def planned(self) -> None:
         """After the device has been asked whether all ranks have room: :meth:`check_room` can wait for that."""
@@ -434,7 +427,7 @@ def current(group_name: str) -> Workspace:
     """The workspace of the exchange in flight."""
     workspace = _current.get(group_name)
     if workspace is None or not workspace.in_flight:
-        raise RuntimeError('dispatch = "symmetric": a combine without its dispatch; was a backward run twice?')
+        raise RuntimeError('dispatch = "symmetric": a combine without its dispatch')
     return workspace
 
 
@@ -444,12 +437,6 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
     except KeyError:
         return True
     return False
-
-
-def own(group_name: str, owner: object) -> None:
-    """See :meth:`Workspace.owned_by`, for the exchange in flight."""
-    if not torch.compiler.is_compiling() and (workspace := _current.get(group_name)) is not None:
-        workspace.owned_by(owner)
 
 
 def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:

@@ -14,24 +14,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titan_fp8moe.kernels.launch import is_recording
 from titan_fp8moe.recipe import FP8, GEMM_TILE
 
 GLUON_DTYPE = {FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
-
-
-def is_hopper(x: Tensor) -> bool:
-    """Whether the Hopper kernels run on ``x``'s device. They do not with ``TRITON_INTERPRET=1``: Gluon has no
-    interpreter."""
-    return (x.is_cuda and _is_hopper(x.get_device())) or (is_recording() and not triton.knobs.runtime.interpret)
-
-
-# Cached, because every GEMM asks and torch looks the device up each time.
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    if triton.knobs.runtime.interpret or device >= torch.cuda.device_count():  # a fake tensor's device need not exist
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
