@@ -23,7 +23,6 @@ from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.run import _warn_once
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import grouped_mm
-from titan_fp8moe.ops import backend
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
