@@ -612,12 +612,35 @@ def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatc
         assert adapter.fp8_matrices(model) == []
 
 
-def test_fp8_tensors_are_of_the_layers_that_run_in_fp8():
+def fp8_layers(model: torch.nn.Module, **options: Any) -> set[str]:
+    """The layers of which an engine would get FP8."""
+    sent = [(name, tensor.dtype) for bucket in fp8_tensors(model, **options) for name, tensor in bucket.items()]
+    return {name.split(".")[2] for name, dtype in sent if dtype == recipe.FP8}
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_fp8_tensors_are_of_the_layers_that_run_in_fp8(monkeypatch: pytest.MonkeyPatch, change: str):
+    """A model that chose fp8_flow, and of which another package runs all experts, leaves in bf16, unless asked for."""
     model = make_model(experts_implementation="fp8_flow")
-    bind(model.model.layers[0].mlp.experts, other_experts)
-    assert adapter.converted(model) == ["model.layers.1.mlp.experts"]
-    sent = [(name, tensor.dtype) for bucket in fp8_tensors(model) for name, tensor in bucket.items()]
-    assert {name.split(".")[2] for name, dtype in sent if dtype == recipe.FP8} == {"1"}
+    for kind in (type(model.model.layers[0].mlp), type(model.model.layers[0].mlp.experts)):
+        monkeypatch.setattr(kind, "forward", kind.forward)  # put back after the test
+    for at, block in enumerate(model.model.layers):
+        OTHERS[change](block.mlp)
+        if at == 0 and "class" not in change:
+            assert adapter.converted(model) == ["model.layers.1.mlp.experts"]
+            assert fp8_layers(model) == {"1"}
+    adapter._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="Qwen3MoeExperts does not run in FP8"):
+        assert fp8_layers(model) == set()
+    assert fp8_layers(model, quantize=[".experts."]) == {"0", "1"}
+
+
+def test_fp8_tensors_of_experts_that_stay_on_grouped_mm():
+    adapter.register(unsupported="keep")
+    model = make_model(moe_intermediate_size=136, experts_implementation="fp8_flow")
+    adapter._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="does not run in FP8: its dims 256 and 136 are not both multiples of 16"):
+        assert fp8_layers(model) == set()
 
 
 def test_liger_in_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -631,6 +654,7 @@ def test_liger_in_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         train(model, tmp_path, use_liger_kernel=True, liger_kernel_config=rest, max_steps=1)
     with pytest.raises(ValueError, match="liger_kernel.transformers.swiglu has replaced the forward"):
         adapter.converted(model)
+    assert fp8_layers(model) == set()
 
 
 def test_partitioned_parameters():

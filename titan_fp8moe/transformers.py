@@ -105,25 +105,35 @@ def register(
 
 def _serves(experts: Any) -> bool:
     """Whether these experts run in FP8."""
-    return experts.config._experts_implementation == NAME and _why_not(experts) is None
+    return _is_chosen(experts) and _why_not(experts) is None
 
 
 def fp8_matrices(model: nn.Module) -> list[str]:
-    """Names of the matrices that a model of Transformers, or a module of one, multiplies in FP8. Warns of experts for
-    which ``fp8_flow`` is chosen, but which another package runs."""
+    """Names of the matrices that a model of Transformers multiplies in FP8, of experts that layers share under each
+    name. Warns of experts for which ``fp8_flow`` is chosen, but which run otherwise."""
     names = []
-    for name, experts in _all_experts(model).items():
-        if not _serves(experts):
+    for name, experts in _all_experts(model, remove_duplicate=False).items():
+        if not _is_chosen(experts):
             continue
-        if (why_not := _why_not_called(model, name)) is not None:
+        if (why_not := _why_not(experts) or _why_not_called(model, name)) is not None:
             _warn(f"{type(experts).__name__} does not run in FP8: {why_not}")
             continue
         names += [f"{name}.{matrix}".lstrip(".") for matrix in (_first(experts), "down_proj")]
     return names
 
 
-def _all_experts(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if _are_experts(module)}
+def is_chosen(model: nn.Module) -> bool:
+    """Whether ``fp8_flow`` is chosen for any experts of a model, whether or not they run in FP8."""
+    return any(map(_is_chosen, _all_experts(model).values()))
+
+
+def _is_chosen(experts: Any) -> bool:
+    return experts.config._experts_implementation == NAME
+
+
+def _all_experts(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Any]:
+    named = model.named_modules(remove_duplicate=remove_duplicate)
+    return {name: module for name, module in named if _are_experts(module)}
 
 
 def _are_experts(module: nn.Module) -> bool:
@@ -139,7 +149,7 @@ def converted(model: nn.Module) -> list[str]:
         ValueError: if there are none. It says why.
     """
     found = {name: module for name, module in _all_experts(model).items() if not name.endswith(".original_module")}
-    selected = {name: module for name, module in found.items() if module.config._experts_implementation == NAME}
+    selected = {name: module for name, module in found.items() if _is_chosen(module)}
     adapted = peft.adapted(model)
     reasons = {
         name: _why_not(module)

@@ -44,7 +44,8 @@ def fp8_tensors(
         adapter: torchtitan's state-dict adapter of the model, ``train_spec.state_dict_adapter(model_args, None)``. With
             ``hf_assets_path`` instead of None, what the weights in that folder have in fp32 stays fp32.
         quantize: quantize the matrices with one of these strings in their name. By default those that the model
-            multiplies in FP8, as its modules name them, and in a model without any the routed experts'.
+            multiplies in FP8, as its modules name them, and in a model without any the routed experts'. If ``fp8_flow``
+            was chosen for Transformers' experts that run otherwise, they leave in bf16, with a warning.
         quantized_from: the precision that training quantizes from. By default the parameters'; FSDP with mixed
             precision gathers fp32 parameters in bf16, so fp32 DTensors need it said.
         bucket_bytes: the most bytes of a bucket; a larger tensor is one of its own.
@@ -65,8 +66,9 @@ def fp8_tensors(
 
         published = published_fp32(Path(assets))
     to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
-    fp8 = {plain_name(name) for name in _fp8_names(model)}
-    parts = quantize or ([] if fp8 else [ROUTED])
+    names, decides = _fp8_names(model)
+    fp8 = {plain_name(name) for name in names}
+    parts = quantize or ([] if decides else [ROUTED])
     bucket: dict[str, Tensor] = {}
     size, found = 0, False
     for key, value in state.items():
@@ -85,7 +87,7 @@ def fp8_tensors(
                 bucket, size = {}, 0
             bucket |= tensors
             size += more
-    if not found:
+    if not found and (quantize is not None or not decides):
         raise ValueError("nothing is quantized: no module is converted, and quantize or .experts. matches no matrix")
     yield _checked(bucket)
 
@@ -148,13 +150,14 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if key not in copies}
 
 
-def _fp8_names(model: nn.Module) -> list[str]:
-    """The matrices that modules name; those of Transformers' experts are named for them."""
-    names = fp8_parameters(model)
+def _fp8_names(model: nn.Module) -> tuple[list[str], bool]:
+    """The matrices that modules name, and those of Transformers' experts, which are named for them. And whether the
+    model decides what is FP8: if it has such matrices, or if ``fp8_flow`` was chosen for it."""
+    names, chosen = fp8_parameters(model), False
     if (adapter := sys.modules.get("titan_fp8moe.transformers")) is not None:  # else no experts of its run in FP8
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            names += [f"{prefix}.{key}" for key in adapter.fp8_matrices(module)]
-    return names
+        names += adapter.fp8_matrices(model)
+        chosen = adapter.is_chosen(model)
+    return names, chosen or bool(names)
 
 
 def _revert_conversion(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
