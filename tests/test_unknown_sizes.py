@@ -1,5 +1,7 @@
 """Sizes that a graph does not know, such as the number of tokens that a mask selects, and layers of fake tensors."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +9,16 @@ from torch._subclasses import FakeTensorMode
 from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_ffn, grouped_mm, routed_experts
+from titan_fp8moe import (
+    Adapter,
+    Fp8FlowMoEConfig,
+    Lora,
+    RoutedExperts,
+    SharedExperts,
+    grouped_ffn,
+    grouped_mm,
+    routed_experts,
+)
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FlowLinear
@@ -117,14 +128,46 @@ def test_tokens_selected_by_a_mask(kind: type[nn.Module]):
 def test_dynamic_shapes(kind: type[nn.Module]):
     """``dynamic=True`` makes symbols of all numbers, and of those in a specification too."""
     layer = kind()
+    _assert_compiled_equals(layer, list(layer.parameters()))
+
+
+def _assert_compiled_equals(layer: Callable[..., Tensor], params: list[Tensor]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend="aot_eager")
     for count in (T, 33):
         inputs, results = make_inputs(count), []
         for call in (layer, compiled):
             out = call(*inputs)
-            results.append([out, *torch.autograd.grad(out.float().square().sum(), [inputs[0], *layer.parameters()])])
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), [inputs[0], *params])])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("option", ["lora", "biases", "both"])
+@pytest.mark.parametrize("function", [routed_experts, grouped_ffn], ids=lambda function: function.__name__)
+def test_dynamic_shapes_of_lora_and_biases(function: Callable[..., Tensor], option: str, fused: bool):
+    """Of tensors that no module has: all their sizes, and the adapters' scales, are symbols."""
+    leaves: list[Tensor] = []
+
+    def leaf(*shape: int) -> Tensor:
+        leaves.append((torch.randn(E, *shape, device=DEVICE) * 0.05).requires_grad_())
+        return leaves[-1]
+
+    rows = [2 * D, D] if fused else [D, D, D]
+    weights: list = [leaf(N, D).requires_grad_(option == "biases") for N in rows] + [None] * fused
+    options: dict = {}
+    if option != "biases":
+        options["lora"] = Lora(*(Adapter(leaf(8, D), leaf(N, 8), 0.5) for N in rows))
+    if option != "lora":
+        options |= {name: leaf(N) for name, N in zip(("b1", "b2", "b3"), rows, strict=False)}
+
+    def layer(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        if function is routed_experts:
+            return routed_experts(x, *weights, ids, scores, **options)
+        ends = (ids[:, :1] == torch.arange(E, device=DEVICE)).sum(0).cumsum(0, dtype=torch.int32)
+        return grouped_ffn(x, *weights, ends, scores=scores[:, 0], **options)
+
+    _assert_compiled_equals(layer, [t for t in leaves if t.requires_grad])
 
 
 @pytest.mark.parametrize("strict", [False, True])

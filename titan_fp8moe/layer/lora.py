@@ -22,7 +22,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.ops.lora import RANK_STEP
 from titan_fp8moe.recipe import padded
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.spec import ExpertSpec, constant
 
 
 class Adapter(NamedTuple):
@@ -111,7 +111,7 @@ def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, 
         raise ValueError("lora has no adapter; give it one of w1, w2 and w3, or leave lora out")
     for name, adapter in present.items():
         _check_adapter(name, adapter, weights[Lora._fields.index(name)])
-    scales = [None if adapter is None else float(adapter.scale) for adapter in lora]
+    scales = [None if adapter is None else float(constant(adapter.scale)) for adapter in lora]
     return LoraSpec(*scales, fused=weights[2] is None), [t for a in present.values() for t in (a.A, a.B)]
 
 
@@ -120,7 +120,7 @@ def _check_adapter(name: str, adapter: Any, weight: Tensor | None) -> None:
         raise ValueError(f"lora.{name} has no weight: w1 is all of GEMM 1, so lora.w1 is the adapter of all of it")
     if not isinstance(adapter, Adapter):
         raise ValueError(f"lora.{name} must be an Adapter, got {type(adapter).__name__}; use Adapter(A, B, scale)")
-    A, B, scale = adapter
+    A, B, scale = adapter.A, adapter.B, constant(adapter.scale)
     if not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"the scale of lora.{name} is {scale!r}; set it to a number, alpha / r")
     if isinstance(A, DTensor) or isinstance(B, DTensor):
