@@ -1,4 +1,7 @@
-"""Training through programs of torch.export: refused, whether they were exported with gradients or without."""
+"""Training through programs of torch.export: refused, whether they were exported with gradients or without. Graphs that
+``aot_compile`` saves for another process do train."""
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,7 +9,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from tests.layer import DEVICE, refused
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, grouped_mm
+from tests.processes import call
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, grouped_ffn, grouped_mm
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 
@@ -82,3 +86,60 @@ def test_frozen_layers_in_fake_tensor_mode():
         block, x = Block(linear=True).requires_grad_(False), torch.randn(16, 128, device=DEVICE, requires_grad=True)
         block(x).sum().backward()
         assert x.grad.shape == x.shape and block.experts.cache.copies is None
+
+
+KEPT = {
+    "cached": lambda: RoutedExperts(4, 128, 128, config=Fp8FlowMoEConfig(cache_weights=True), device="cpu"),
+    "frozen": lambda: RoutedExperts(4, 128, 128, device="cpu").requires_grad_(False),
+    "frozen linear": lambda: Fp8FlowLinear(128, 128, device="cpu").requires_grad_(False),
+}
+
+
+def make_kept(kind: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    module, x = KEPT[kind](), torch.randn(64, 128, requires_grad=True)
+    return module, (x,) if "linear" in kind else (x, torch.rand(64, 4).topk(2).indices, torch.rand(64, 2))
+
+
+def save_compiled(kind: str, path: str, run_before: bool) -> None:
+    module, args = make_kept(kind)
+    if run_before:
+        module(*args)
+    torch.compile(module, fullgraph=True).forward.aot_compile((args, {})).save_compiled_function(path)
+
+
+def load_compiled(kind: str, path: str) -> list[bool]:
+    """Whether it equals the eager module, before that has run, after it, and with other weights."""
+    module, args = make_kept(kind)
+    with open(path, "rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    equal = []
+    for _ in range(3):
+        outs = loaded(module, *args), module(*args)
+        got, want = ([out, *torch.autograd.grad(out.square().sum(), args[0])] for out in outs)
+        equal.append(all(map(torch.equal, got, want)))
+        if len(equal) == 2:
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.mul_(-0.5)
+    return equal
+
+
+@pytest.mark.parametrize("run_before", [False, True], ids=["at once", "run before"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_saved_graphs_keep_no_weights(tmp_path: Path, kind: str, run_before: bool):
+    """The copies would be another process's: its graph quantizes the weights in each call."""
+    path = str(tmp_path / "function")
+    call(save_compiled, kind, path, run_before)
+    assert call(load_compiled, kind, path) == [True] * 3
+
+
+def test_saved_graphs_take_no_cache():
+    weights, ends = [torch.randn(4, 128, 128, device=DEVICE) for _ in range(3)], torch.full((4,), 16, device=DEVICE)
+    x, cache = torch.randn(16, 128, device=DEVICE), WeightCache()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return grouped_ffn(x, *weights, ends.int(), cache=cache)
+
+    with refused("WeightCache", "leave it out", error=Exception):
+        torch.compile(function, fullgraph=True).aot_compile(((x,), {}))

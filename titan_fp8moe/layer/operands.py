@@ -218,10 +218,12 @@ class WeightCache:
         """The copies for such weights, made unless they are there.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured, and there are none yet.
+            RuntimeError: a CUDA graph is being captured, and there are none yet; or another process will run the graph.
         """
         sizes, device = [_sizes(group) for group in groups], groups[0][0].device
         if torch.compiler.is_compiling():
+            if _is_for_another_process():
+                raise RuntimeError("a saved graph cannot hold the buffers of a WeightCache; leave it out")
             _allocate_kind(self.kind, sizes, device)
         else:
             with self._lock:
@@ -266,14 +268,21 @@ def _clear_cache(name: str, module: Any, _: Any) -> None:
 
 def own_cache(module: Any, name: str = "cache") -> WeightCache | None:
     """The module's cache; None for copies that share its attributes, such as nn.DataParallel's replicas, which keep
-    nothing."""
+    nothing. Nor do graphs that another process will run."""
     cache: WeightCache = getattr(module, name)
     # In compiled code they share one: right, but each quantizes what the other has replaced.
     if torch.compiler.is_compiling():
-        return cache
+        return None if _is_for_another_process() else cache
     if cache.owner is None:
         cache.owner = weakref.ref(module)  # a deep copy
     return cache if cache.owner() is module else None
+
+
+@torch.compiler.assume_constant_result  # runs once per trace, outside of the graph
+def _is_for_another_process() -> bool:
+    """Whether aot_compile traces, whose graphs are saved. The buffers that its guards name are this process's. It sets
+    this while it traces, by torch 2.13 and 2.14."""
+    return torch._functorch.config.strict_autograd_cache
 
 
 def kind_of(module: nn.Module, layouts: Layouts) -> str:
