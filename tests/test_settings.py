@@ -75,11 +75,8 @@ SCHEDULE = "parallelism.pipeline_parallel_schedule"
         (["model.converters=fp8_flow_moe,fp8_flow_moe"], "once is enough"),
         *(([PP2, EP2, f"{SCHEDULE}={name}"], "") for name in ("1f1b", "Interleaved1F1B", "GPipe")),
         *(([PP2, f"{SCHEDULE}={name}"], "") for name in ("ZBVZeroBubble", "InterleavedZeroBubble")),
-        *(
-            ([PP2, EP2, f"{SCHEDULE}={name}"], 'set fp8_flow_moe.dispatch = "symmetric"')
-            for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
-        ),
-        ([PP2, EP2, f"{SCHEDULE}_csv=schedule.csv"], "parallelism.pipeline_parallel_schedule_csv = 'schedule.csv' may"),
+        *(([PP2, EP2, f"{SCHEDULE}={name}"], "") for name in ("ZBVZeroBubble", "InterleavedZeroBubble")),
+        ([PP2, EP2, f"{SCHEDULE}_csv=schedule.csv", "fp8_flow_moe.dispatch=all_to_all"], ""),
         ([PP2, f"{SCHEDULE}=dualpipev"], "set parallelism.pipeline_parallel_expert_parallel_overlap = false"),
         ([PP2, f"{SCHEDULE}=DualPipeV", "parallelism.no_pipeline_parallel_expert_parallel_overlap"], ""),
         ([f"{SCHEDULE}=DualPipeV"], ""),  # without a pipeline nobody reads it

@@ -58,6 +58,7 @@ LLAMA = {"model__name": "llama3", "model__flavor": "debugmodel", "fp8_flow_moe__
 LINEARS = {"fp8_flow_moe__linear_fqns": "attention.wo.,output."}
 CP = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_load_balancer": "None"}
 SYMMETRIC = {"fp8_flow_moe__dispatch": "symmetric", "fp8_flow_moe__dispatch_capacity": 2}
+ALL_TO_ALL = {"fp8_flow_moe__dispatch": "all_to_all"}
 LONG = {"training__seq_len": SEQ_LEN}
 # Room for 255 of a microbatch's 256 tokens: too little for rows that all have experts on one rank. Some 240 have.
 LITTLE_ROOM = SYMMETRIC | LONG | {"fp8_flow_moe__dispatch_capacity": 1.135}
@@ -128,6 +129,11 @@ FOUR_RANKS = {
     "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
     "tp2_ep2_etp2_gpt_oss": _parallel(4, tp=2, ep=2, etp=2, **GPT_OSS),
     "pp2_ep2_symmetric_zbv": _parallel(4, pp=2, ep=2, **SYMMETRIC, **ZBV | ONE_BY_ONE),
+    "pp2_fsdp2_zbv": _parallel(4, pp=2, **ZBV | ONE_BY_ONE),
+    "pp2_ep2_zbv": _parallel(4, pp=2, ep=2, **ALL_TO_ALL, **ZBV | ONE_BY_ONE),
+    "pp2_ep2_interleaved_zb": _parallel(4, pp=2, ep=2, **ALL_TO_ALL, **INTERLEAVED_ZB | ONE_BY_ONE),
+    "pp2_ep2_dualpipev": _parallel(4, pp=2, ep=2, **ALL_TO_ALL, **DUAL | ONE_BY_ONE),
+    "pp2_ep2_auto_zbv": _parallel(4, pp=2, ep=2, **ZBV | ONE_BY_ONE),
     "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
     "pp2_ep2_symmetric_op_ac_long": _parallel(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),
     "ep2_fsdp2_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),

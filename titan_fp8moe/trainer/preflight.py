@@ -170,7 +170,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
                 f"fp8_flow_moe quantizes bf16 or fp32, but training.{setting} = {dtype!r}; set it to one of them"
             )
     if parallelism.pipeline_parallel_degree > 1:
-        _check_pipeline_schedule(parallelism, config)
+        _check_pipeline_schedule(parallelism)
     if getattr(job, validation).enable and parallelism.context_parallel_degree > 1:
         raise ValueError(
             f"fp8_flow_moe with validation under context parallelism is untested; set {validation}.enable = false or "
@@ -178,7 +178,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
         )
 
 
-def _check_pipeline_schedule(parallelism: Any, config: Fp8FlowMoEConfig) -> None:
+def _check_pipeline_schedule(parallelism: Any) -> None:
     """A schedule that may split the backward runs a layer's backward for each half. Upper and lower case are the same,
     as in PyTorch."""
     setting = "pipeline_parallel_schedule_csv"
@@ -192,17 +192,15 @@ def _check_pipeline_schedule(parallelism: Any, config: Fp8FlowMoEConfig) -> None
     overlaps = getattr(parallelism, "pipeline_parallel_expert_parallel_overlap", None)
     if overlaps is None:
         raise ValueError(f"{splits}, and torchtitan 0.3 then trains no last norm, in bf16 too; use one of {others}")
-    if parallelism.expert_parallel_degree > 1 and config.dispatch != "symmetric":
-        raise ValueError(
-            f"{splits}, and over the all-to-all gradients travel for one half alone; set fp8_flow_moe.dispatch = "
-            f'"symmetric", or use one of {others}'
-        )
     if schedule.lower() == "dualpipev" and overlaps:
         raise ValueError(
             f"{splits} and overlap it with a forward, in hooks that converted layers do not call; set "
             f"parallelism.pipeline_parallel_expert_parallel_overlap = false, or use one of {others}"
         )
-    logger.warning(f"{splits}: then an FP8 layer runs its whole backward in both halves; {others} run it once")
+    exchange = " and exchanges tokens" if parallelism.expert_parallel_degree > 1 else ""
+    logger.warning(
+        f"{splits}: then an FP8 layer runs its whole backward{exchange} in both halves; {others} run it once"
+    )
 
 
 _elsewhere = False
