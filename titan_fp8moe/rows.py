@@ -63,26 +63,10 @@ class RowBias(NamedTuple):
     offsets_E: Tensor
 
 
-class NanFlags(NamedTuple):
-    """Flags of a layer's operands, (16,) uint8 each; or None where nobody asks. The first byte is 1 if the operand held
-    a NaN or Inf when it was quantized.
-
-    Attributes:
-        x: the layer's input; a: GEMM 2's operand; dy: the output's gradient; dh: the gradient of GEMM 1's output.
-    """
-
-    x: Tensor | None
-    a: Tensor | None
-    dy: Tensor | None
-    dh: Tensor | None
-
-    @classmethod
-    def of(cls, flags: Tensor | None) -> "NanFlags":
-        """Views of one tensor (4, 16) uint8. A row is as long as the alignment by which Triton specializes kernels."""
-        return NO_FLAGS if flags is None else cls(*flags.unbind())
-
-
-NO_FLAGS = NanFlags(None, None, None, None)
+X, DY = range(2)
+"""The rows of a layer's flags, (2, 16) uint8: of its input, and of its output's gradient. The first byte of a row is 1
+if the operand held a NaN or Inf when it was quantized. Rows are as long as the alignment by which Triton specializes.
+"""
 
 
 def one_group(end_1: Tensor, score_R: Tensor | None = None) -> Routing:

@@ -185,7 +185,11 @@ def _why_not_called(model: nn.Module, name: str) -> str | None:
     _reached.discard(experts)
     with torch.inference_mode(False), torch.compiler.set_stance("force_eager"), contextlib.suppress(Exception):
         token = torch.zeros(1, _dims(experts)[0], dtype=torch.bfloat16, device="cpu", requires_grad=True)
-        experts.forward(token, torch.empty(1, 0, dtype=torch.long, device="cpu"), torch.empty(1, 0, device="cpu"))
+        experts.forward(
+            token,
+            torch.empty(1, 0, dtype=torch.long, device="cpu"),
+            torch.empty(1, 0, dtype=torch.float32, device="cpu"),
+        )
     replaced = layer if experts in _reached else experts
     if replaced is layer and _is_of_its_package(layer):
         return None

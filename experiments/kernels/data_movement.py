@@ -21,7 +21,7 @@ from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels import routing as routing_kernels
 from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.spec import ExpertSpec, encode
+from titan_fp8moe.spec import ExpertSpec
 
 BF16 = torch.bfloat16
 SWIGLU = ExpertSpec()
@@ -130,11 +130,11 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     M, offsets_E = routing.token_M.shape[0], routing.offsets_E
     h, d, score = randn(M, 2 * layer.H), randn(M, layer.H), torch.rand(M, device="cuda")
     for kind, save_h in (("", False), (" save_h=fp8", True)):
-        forward = partial(swiglu.swiglu_quantize, h, score, offsets_E, encode(SWIGLU), save_h)
+        forward = partial(swiglu.swiglu_quantize, h, score, offsets_E, SWIGLU, save_h)
         outputs = forward() if save_h else forward()[:2]
         yield Case(f"swiglu{kind}", live(routing, h, score, *outputs), forward)
         saved = outputs[2:] if save_h else (h, None)
-        backward = partial(swiglu.swiglu_quantize_backward, d, *saved, score, offsets_E, encode(SWIGLU), True)
+        backward = partial(swiglu.swiglu_quantize_backward, d, *saved, score, offsets_E, SWIGLU, True)
         moved = live(routing, d, *(t for t in saved if t is not None), score, *backward())
         yield Case(f"swiglu_backward{kind}", moved, backward)
 

@@ -28,7 +28,7 @@ class State(NamedTuple):
     counts: Tensor
 
 
-class Tokens(NamedTuple):
+class Arrived(NamedTuple):
     """``payload`` (C, ...) uint8, as it arrived."""
 
     payload: Tensor
@@ -38,12 +38,12 @@ class AllToAllDispatch(base.Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
-    Tokens: ClassVar = Tokens
+    Arrived: ClassVar = Arrived
     description: ClassVar = "all-to-all"
     syncs_host: ClassVar = True
 
     routing: Routing
-    kept: Tokens
+    arrived: Arrived
     dim: int
     pairs: Pairs | None = None  # in a forward, as are the next two
     counts_copied: torch.cuda.Event | None
@@ -107,7 +107,7 @@ class AllToAllDispatch(base.Dispatch):
             auto.note((capacity, sum(self.splits[1])), N, functools.partial(capacities, T, K, N, E))
         q, scale, ids_CK, scores_CK = ops.unpack_dispatch(payload, self.dim, ids_TK.shape[1])
         self.routing = Routing(*ops.expert_routing(ids_CK, scores_CK, E, capacity))
-        self.kept = Tokens(payload)
+        self.arrived = Arrived(payload)
         return in_expert_order(Rows(q, scale), self.routing)
 
     def _agree(self) -> None:
@@ -136,8 +136,8 @@ class AllToAllDispatch(base.Dispatch):
             base.check_rows(f"rank {rank} of the expert-parallel group", rows, capacity, num_local, num_sent)
 
     @staticmethod
-    def kept_rows(kept: Tokens, dim: int, top_k: int) -> Rows:
-        return Rows(*ops.unpack_dispatch(kept.payload, dim, top_k)[:2])
+    def arrived_rows(arrived: Arrived, dim: int, top_k: int) -> Rows:
+        return Rows(*ops.unpack_dispatch(arrived.payload, dim, top_k)[:2])
 
     # --- and back ---
 

@@ -79,19 +79,19 @@ class Dispatch(Protocol):
 
     Attributes:
         State: the record of tensors that a forward keeps, and from which its backward's dispatch is resumed.
-        Tokens: the record of one row per token that arrived, of which the weight gradients are made.
+        Arrived: the record of one row per token that arrived, of which the weight gradients are made.
         description: for logs.
         travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
         syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
         single_node: whether all ranks must be on one node.
         bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
-        state, routing, kept: of the experts of this rank; in a forward, after :meth:`receive`.
+        state, routing, arrived: of the experts of this rank; in a forward, after :meth:`receive`.
 
     In a backward one op sends and receives, the next sends back and finishes, each with an instance of its own.
     """
 
     State: ClassVar[type]
-    Tokens: ClassVar[type]
+    Arrived: ClassVar[type]
     description: ClassVar[str]
     travels: ClassVar[bool] = True
     syncs_host: ClassVar[bool] = False
@@ -100,7 +100,7 @@ class Dispatch(Protocol):
 
     state: Any
     routing: Routing
-    kept: Any
+    arrived: Any
 
     @classmethod
     def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "Dispatch":
@@ -125,8 +125,8 @@ class Dispatch(Protocol):
         """The rows of this rank's experts, (M, D) in expert order."""
 
     @staticmethod
-    def kept_rows(kept: Any, dim: int, top_k: int) -> Rows:
-        """One quantized row per token that arrived in the forward, from its ``kept``."""
+    def arrived_rows(arrived: Any, dim: int, top_k: int) -> Rows:
+        """One quantized row per token that arrived in the forward, from its ``arrived``."""
 
     def returns_gradients(self, needs_dx: bool) -> bool:
         """Whether a backward must compute gradients of tokens, which this rank does or does not need."""

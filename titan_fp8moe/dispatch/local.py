@@ -19,12 +19,12 @@ class LocalDispatch(Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
-    Tokens: ClassVar = Rows
+    Arrived: ClassVar = Rows
     description: ClassVar = "none"
     travels: ClassVar = False
 
     state: State = State()
-    kept: Rows
+    arrived: Rows
     bias: RowBias | None = None
 
     def __init__(self, pairs: Pairs | None, check_ids: bool, routing: Routing | None):
@@ -48,12 +48,12 @@ class LocalDispatch(Dispatch):
             capacity = row_capacity(ids_TK.numel(), E)
             check_rows("this rank", ids_TK.numel(), capacity, E)
             self.routing = Routing(*ops.expert_routing(ids_TK, scores_TK, E, capacity, self.check_ids))
-            self.kept = rows
+            self.arrived = rows
         return in_expert_order(rows, self.routing)
 
     @staticmethod
-    def kept_rows(kept: Rows, dim: int, top_k: int) -> Rows:
-        return kept
+    def arrived_rows(arrived: Rows, dim: int, top_k: int) -> Rows:
+        return arrived
 
     def returns_gradients(self, needs_dx: bool) -> bool:
         return needs_dx

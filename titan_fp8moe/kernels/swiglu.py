@@ -34,9 +34,9 @@ _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=
 
 
 @triton.jit
-def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr, nan_flag=None):
+def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr):
     """Quantizes x (ROWS, 128) into tile column ``tile`` of q (M, D) and of its column-major scales."""
-    values, byte = quantize_tiles(x, nan_flag)
+    values, byte = quantize_tiles(x, None)
     _store(q, scale, values, byte, row, tile, M, D, TILE)
 
 
@@ -121,7 +121,7 @@ def _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND: tl.constexpr
 
 @triton.jit
 def _swiglu_kernel(
-    h, score, offsets_E, q, q_scale, h_q, h_scale, nan_flag, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
+    h, score, offsets_E, q, q_scale, h_q, h_scale, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
     FORWARD: tl.constexpr, BEYOND: tl.constexpr, GATED: tl.constexpr, SCORE_FIRST: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
@@ -180,7 +180,7 @@ def _swiglu_kernel(
     out = FORWARD(_plus(g, b_g), _plus(u, b_u), p0, p1, p2)
     if not SCORE_FIRST:
         out *= s
-    _store_tiles(q, q_scale, out, row, tile, M, H, TILE, nan_flag)
+    _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def _parameters(spec: ExpertSpec) -> tuple[float, ...]:
     return (*spec.parameters, *(0.0,) * (MAX_PARAMETERS - len(spec.parameters)))
 
 
-def swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag=None, gate_bias=None, up_bias=None):
+def swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, gate_bias=None, up_bias=None):
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize`; leaves rows at and past ``offsets_E[-1]`` unwritten.
 
     M and H are multiples of 128, ``h_M2H`` is contiguous.
@@ -225,7 +225,7 @@ def swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, nan_flag=None, ga
         constants["PAIRED"] = N // SCALE_TILE
     warps = CLAMP_WARPS if keep_h and ACTIVATIONS[expert.activation].beyond is not None else WARPS
     _forward(expert.activation, gate_bias is not None, expert.interleaved)[(H // SCALE_TILE, M // ROWS)](
-        h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None, nan_flag,
+        h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None,
         M, H, *_parameters(expert), *biases, E=offsets_E.shape[0],
         SCORE_FIRST=expert.score_before_experts, ROWS=ROWS, TILE=SCALE_TILE, num_warps=warps, **constants,
     )  # fmt: skip
@@ -264,24 +264,24 @@ def _store_sums(partial, dg, du, tile, H, N, GATED: tl.constexpr, PAIRED: tl.con
 
 @triton.jit
 def _store_gradients(
-    dh, dh_scale, dg, du, nan_flag, first, row, tile, M, H: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr,
+    dh, dh_scale, dg, du, first, row, tile, M, H: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes gate's and up's gradients (ROWS, 128) into dh, at their tiles in h."""
     if PAIRED is not None:
-        values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), nan_flag)
+        values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), None)
         pair_row, pair_tile = _pairs(first, tile, ROWS)
         _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
     elif GATED:
-        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE, nan_flag)
-        _store_tiles(dh, dh_scale, du, row, tile + H // TILE, M, 2 * H, TILE, nan_flag)
+        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE)
+        _store_tiles(dh, dh_scale, du, row, tile + H // TILE, M, 2 * H, TILE)
     else:
-        _store_tiles(dh, dh_scale, dg, row, tile, M, H, TILE, nan_flag)
+        _store_tiles(dh, dh_scale, dg, row, tile, M, H, TILE)
 
 
 @triton.jit
 def _swiglu_backward_kernel(
-    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, nan_flag, M, p0, p1, p2, gate_bias, up_bias, b2, dy,
+    d, h, h_scale, score, offsets_E, dh, dh_scale, q, q_scale, ds, M, p0, p1, p2, gate_bias, up_bias, b2, dy,
     dy_scale, partial, H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
     GATED: tl.constexpr, SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr,
     HIDDEN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
@@ -349,7 +349,7 @@ def _swiglu_backward_kernel(
             ds_row += tl.sum(dg * h_g + du * h_u if GATED else dg * h_g, axis=1)
             dg *= s
             du *= s
-        _store_gradients(dh, dh_scale, dg, du, nan_flag, first, row, tile, M, H, GATED, PAIRED, ROWS, TILE)
+        _store_gradients(dh, dh_scale, dg, du, first, row, tile, M, H, GATED, PAIRED, ROWS, TILE)
         if q is not None:
             _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
     if score is not None:
@@ -392,7 +392,7 @@ def _backward(activation: str, biased: bool, interleaved: bool) -> Kernel:
 
 
 def swiglu_quantize_backward(
-    d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, nan_flag=None, gate_bias=None, up_bias=None, b2=None,
+    d_MH, h_M2H, h_scale, score_M, offsets_E, expert, recompute_a, gate_bias=None, up_bias=None, b2=None,
     dy=None, dy_scale=None, bias_gradients=False,
 ):  # fmt: skip
     """Kernel of :func:`titan_fp8moe.ops.swiglu_quantize_backward`; leaves rows at and past ``offsets_E[-1]`` unwritten.
@@ -417,7 +417,7 @@ def swiglu_quantize_backward(
         constants["PAIRED"] = N // SCALE_TILE
     _backward(expert.activation, gate_bias is not None, expert.interleaved)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
-        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, nan_flag, M,
+        dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M,
         *_parameters(expert), *biases, H=H,
         E=offsets_E.shape[0], SCORE_FIRST=expert.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
         TILE=SCALE_TILE, num_warps=BACKWARD_WARPS, **constants,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight, PaddedAsOne
-from titan_fp8moe.ops.permute import SWAPPED
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STEP, padded
 from titan_fp8moe.spec import ExpertSpec
 
@@ -147,7 +146,10 @@ def check_stored_gate_up(w1: Fp8Weight, w3: Fp8Weight | None, expert: ExpertSpec
 
 def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
     if ids.is_floating_point or not scores.is_floating_point:
-        return f"{SWAPPED}; got {ids} ids and {scores} scores"
+        return (
+            "topk_ids and topk_scores seem swapped: torch.topk returns (scores, ids), experts take (ids, scores); got "
+            f"{ids} ids and {scores} scores"
+        )
     if scores != torch.float32:
         return f"topk_scores must be fp32, got {scores}; use topk_scores.float()"
     return f"topk_ids must be int32 or int64, got {ids}; use topk_ids.long()"

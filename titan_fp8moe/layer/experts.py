@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.utils.flop_counter
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -46,12 +45,11 @@ from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, WeightGrads
 from titan_fp8moe.layer.group import (
     FORWARD_OPS,
+    ffn_of_group,
     group_backward,
-    group_ffn,
-    group_of,
+    group_forward,
     group_weight_grads,
     matrix_grads,
-    product_flops,
 )
 from titan_fp8moe.layer.host import HostLayer, for_backward
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
@@ -72,8 +70,7 @@ from titan_fp8moe.layer.saved import (
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, one_expert, place_as
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable
-from titan_fp8moe.recipe import group_rows, row_capacity
-from titan_fp8moe.rows import NO_FLAGS, GroupRows, NanFlags, Routing, Rows
+from titan_fp8moe.rows import DY, GroupRows, Routing, Rows, X
 from titan_fp8moe.spec import decode, encode
 
 # --- the ops ----------------------------------------------------------------------------------------------------------
@@ -81,15 +78,13 @@ from titan_fp8moe.spec import decode, encode
 # Each takes, last, the layer's parameters and its specification:
 #   weights, shared_weights: of pack_weights; the second empty without shared experts
 #   biases: b1, b2, b3, or empty; adapters: the tensors of split_lora, or empty
-#   nan_flags: of NanFlags.of; layer: an encoded LayerSpec
+#   nan_flags: see titan_fp8moe.rows.X, or None; layer: an encoded LayerSpec
 
 
-def _ffn(
-    spec: LayerSpec, routing: Routing, biases: list[Tensor | None], adapters: list[Tensor], nans: NanFlags, dim: int
-) -> FFN:
+def _ffn(spec: LayerSpec, routing: Routing, biases: list[Tensor | None], adapters: list[Tensor], dim: int) -> FFN:
     """The routed experts' FFN. ``dim``: D."""
     lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
-    return FFN(spec.expert, spec.backward, routing, nans, Biases(*cast(Any, biases)) if biases else None, lora, dim)
+    return FFN(spec.expert, spec.backward, routing, Biases(*cast(Any, biases)) if biases else None, lora, dim)
 
 
 def _routed_experts_forward(
@@ -106,7 +101,7 @@ def _routed_experts_forward(
     layer: str,
 ) -> list[Tensor]:
     """The output (T, D), and :class:`Saved`. ``needs_grad``: whether x or the scores need gradients."""
-    spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
+    spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[X]
     shapes = [cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1])]
     if warm_up.is_due(kind := (layer, *shapes), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
@@ -117,12 +112,12 @@ def _routed_experts_forward(
     tokens = dispatch.begin(Pairs(topk_ids_TK, topk_scores_TK, E), spec.route, signature, spec.check_ids)
     operands = WeightOperands(weights, spec.expert)
     if spec.shared:
-        q, scale, scale_t, end = ops.quantize_group(x_TD, nans.x)
+        q, scale, scale_t, end = ops.quantize_group(x_TD, nan_flag)
         group, sent = GroupRows(q, scale_t, end), Rows(q[:T], scale[:T])
         if shared_scores_T is not None:
             group = group._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
-        q, scale = sent = Rows(*ops.quantize_rows(x_TD, nans.x))
+        q, scale = sent = Rows(*ops.quantize_rows(x_TD, nan_flag))
     try:
         with operands.held:
             # The operands are made while the counts travel to the host, or the tokens to other ranks.
@@ -130,9 +125,9 @@ def _routed_experts_forward(
             (w13, w2), copies = operands.of_forward()
             rows = tokens.receive(pending or tokens.send(sent))
             # Shared experts read the same rows, of which there are R, if tokens stay.
-            kept = Rows(q, scale) if spec.shared and not tokens.travels else tokens.kept
+            arrived = Rows(q, scale) if spec.shared and not tokens.travels else tokens.arrived
             del q, scale, sent, pending
-            ffn = _ffn(spec, tokens.routing, biases, adapters, nans, D)
+            ffn = _ffn(spec, tokens.routing, biases, adapters, D)
             h = ffn.product(rows, w13, ffn.lora.w13)
             del rows
             a, hidden = ffn.activate(h)
@@ -141,13 +136,13 @@ def _routed_experts_forward(
         pending, shared_y = tokens.send_back(y, None, ffn.row_bias()), None
         del y
         if group is not None:
-            of_shared = group_of(group, spec.expert, spec.shared_backward, nans, D)
-            shared_y, saved_group = group_ffn(of_shared, group, WeightOperands(shared_weights, of_shared.expert))
+            of_shared = ffn_of_group(group, spec.expert, spec.shared_backward, D)
+            shared_y, saved_group = group_forward(of_shared, group, WeightOperands(shared_weights, of_shared.expert))
         out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
     except BaseException:
         tokens.interrupted()
         raise
-    saved = Saved(tokens.state, tokens.routing, kept, a, copies, saved_group, hidden)
+    saved = Saved(tokens.state, tokens.routing, arrived, a, copies, saved_group, hidden)
     return [out, *pack(saved_there(spec), saved)]
 
 
@@ -167,37 +162,38 @@ def _routed_experts_hidden_gradients(
 
     ``saved``: of the forward. ``needs_dx``, ``needs_dbias``: whether x, or any bias, needs a gradient.
     """
-    spec, nans = decode(LayerSpec, layer), NanFlags.of(nan_flags)
+    spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[DY]
     of_forward: Saved = unpack(saved_there(spec), iter(saved))
     (T, D), routing, shared = dout_TD.shape, of_forward.routing, None
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
-    ffn = _ffn(spec, routing, biases, adapters, nans, D)
+    ffn = _ffn(spec, routing, biases, adapters, D)
     operands = WeightOperands(weights, spec.expert)
     try:
         if spec.shared:
-            q, scale, scale_t, _ = ops.quantize_group(dout_TD, nans.dy)
+            q, scale, scale_t, _ = ops.quantize_group(dout_TD, nan_flag)
             pending = tokens.send(Rows(q[:T], scale[:T]))
             group = of_forward.of_shared
-            of_shared = group_of(group.rows, spec.expert, spec.shared_backward, nans, D)
+            of_shared = ffn_of_group(group.rows, spec.expert, spec.shared_backward, D)
             shared = group_backward(
                 of_shared, group, WeightOperands(shared_weights, of_shared.expert), Rows(q, scale_t), needs_dx
             )
             if spec.shared_scored:
                 shared = shared._replace(ds_M=cast(Tensor, shared.ds_M)[:T])
+            del q, scale, scale_t
         else:
-            pending = tokens.send(Rows(*ops.quantize_rows(dout_TD, nans.dy)))
+            pending = tokens.send(Rows(*ops.quantize_rows(dout_TD, nan_flag)))
         with operands.held:
-            w13, w13_t, w2_t = operands.of_hidden(of_forward.copies, of_forward.hidden is None)
-            hidden = of_forward.hidden
+            w2_t, hidden = operands.transposed(1, of_forward.copies), of_forward.hidden
             if hidden is None:
-                x = tokens.kept_rows(of_forward.tokens, D, routing.row_TK.shape[1])
-                hidden = ffn.hidden(x, cast(Fp8Weight, w13))
+                x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
+                hidden = ffn.hidden(x, operands.plain(0, of_forward.copies))
             dy = tokens.receive(pending)
+            del pending
             routed = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
     except BaseException:
         tokens.interrupted()
         raise
-    return pack(halfway_there(spec, needs_dx, needs_dbias), Halfway(routed._replace(w13_t=w13_t), shared))
+    return pack(halfway_there(spec, needs_dx, needs_dbias), Halfway(routed, shared))
 
 
 def _routed_experts_gradients(
@@ -226,23 +222,21 @@ def _routed_experts_gradients(
     grads, shared = unpack(halfway_there(spec, needed.x, any(needed.biases or ())), iter(halfway))
     grads, routing, addend = grads._replace(a=of_forward.a or grads.a), of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
-    ffn, operands = _ffn(spec, routing, biases, adapters, NO_FLAGS, dim), WeightOperands(weights, spec.expert)
+    ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)
     pending, returned, dx_MD = None, Returned(None), None
     dw = dw_shared = WeightGrads()
     adapter_grads: list[Tensor | None] = [None] * len(needed.adapters)
     try:
         if with_dx := tokens.returns_gradients(needed.x):
             with operands.held:
-                w13_t = grads.w13_t or operands.transposed(0, of_forward.copies)
-                dx_MD = ffn.product(grads.dh, w13_t, ffn.lora.w13_t, dim)
-                del w13_t
+                dx_MD = ffn.product(grads.dh, operands.transposed(0, of_forward.copies), ffn.lora.w13_t, dim)
         if with_dx or needed.topk_scores:
             pending = tokens.send_back(dx_MD, grads.ds_M)
             dx_MD = None
             if not tokens.travels:  # the rows are freed before weight gradients are made
                 returned, pending = tokens.finish(pending, dtype, addend), None
         if spec.backward.weights != "frozen" and any((*needed.weights, *needed.adapters)):
-            x = tokens.kept_rows(of_forward.tokens, dim, routing.row_TK.shape[1])
+            x = tokens.arrived_rows(of_forward.arrived, dim, routing.row_TK.shape[1])
             if any(needed.weights):
                 dw = ffn.weight_grads(x, grads, operands, needed.weights)
             if any(needed.adapters):
@@ -250,7 +244,7 @@ def _routed_experts_gradients(
                 adapter_grads = [found.get(name) for name in spec.lora.fields]
         if shared is not None and any(needed.shared):
             group = of_forward.of_shared
-            of_shared = group_of(group.rows, spec.expert, spec.shared_backward, NO_FLAGS, dim)
+            of_shared = ffn_of_group(group.rows, spec.expert, spec.shared_backward, dim)
             dw_shared = group_weight_grads(
                 of_shared, group, shared, WeightOperands(shared_weights, of_shared.expert), needed.shared
             )
@@ -330,7 +324,8 @@ class ExpertsFunction(torch.autograd.Function):
         spec, layer, host, needs = ctx.spec, ctx.layer, ctx.host, list(ctx.needs_input_grad[:-1])
         needed = Inputs.of(needs, spec.expert.biased)
         saved, (num_weights, num_biases, num_adapters) = list(ctx.saved_tensors), ctx.sizes
-        weights, saved = ExpertWeights.unpack(saved[:num_weights]), saved[num_weights:]
+        values, saved = saved[:num_weights], saved[num_weights:]
+        weights = ExpertWeights(*values) if num_weights == 3 else ExpertWeights.unpack(values)
         shared, saved = ExpertWeights(*saved[:3]), saved[3:]
         biases, saved = saved[:num_biases], saved[num_biases:]
         adapters, saved = saved[:num_adapters], saved[num_adapters:]
@@ -392,17 +387,3 @@ def run_experts(inputs: Sequence[Any], call: Call) -> Tensor:
 def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:
     """A layer's output, as :func:`titan_fp8moe.layer.run.run_layer` computes it, for its kernels alone."""
     return run_experts(inputs.flatten(), Call(spec, None, None, None))
-
-
-# --- FLOPs ------------------------------------------------------------------------------------------------------------
-
-
-@torch.utils.flop_counter.register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
-def _forward_flops(
-    x, scores, topk_ids, shared_scores, needs_grad, weights, shared_weights, biases, adapters, *_: Any, **__: Any
-) -> int:
-    """FLOPs of the layer's GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
-    (T, K), E = topk_ids, weights[0][0]
-    rows = row_capacity(T * K, E)
-    of_lora = sum(2 * rows * N * K for _, N, K in adapters)
-    return product_flops(rows, weights) + product_flops(group_rows(T), shared_weights) + of_lora

@@ -31,7 +31,7 @@ from titan_fp8moe.layer.operands import WeightOperands
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.rows import NO_FLAGS, NanFlags, Routing, RowBias, Rows
+from titan_fp8moe.rows import Routing, RowBias, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
 
@@ -50,7 +50,6 @@ class HiddenGradients(NamedTuple):
         a: (M, H), GEMM 2's operand; None where weights are frozen.
         ds_M: (M,) fp32, of the rows' scores, if they have any.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
-        w13_t: the operand of GEMM 1's input gradient, where it was made with that of GEMM 1; or None.
         dx: (M, D) bf16, the input's gradient of shared experts, or None.
     """
 
@@ -59,7 +58,6 @@ class HiddenGradients(NamedTuple):
     a: Rows | None = None
     ds_M: Tensor | None = None
     dbias: Tensor | None = None
-    w13_t: Fp8Weight | None = None
     dx: Tensor | None = None
 
 
@@ -88,7 +86,6 @@ class FFN(NamedTuple):
     expert: ExpertSpec
     backward: BackwardSpec
     routing: Routing
-    nans: NanFlags = NO_FLAGS
     biases: Biases[Tensor] | None = None
     lora: LoraOperands = NO_LORA
     dim: int | None = None
@@ -107,7 +104,7 @@ class FFN(NamedTuple):
         keep_h = self.backward.save_h == "fp8" and self.backward.keeps_hidden
         biases = () if self.biases is None else self.biases.gate_up(self.expert)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
-            h_M2H, self.routing.score_M, self.routing.offsets_E, self.expert, keep_h, self.nans.a, *biases
+            h_M2H, self.routing.score_M, self.routing.offsets_E, self.expert, keep_h, *biases
         )
         hidden = Hidden(h_q, h_scale) if keep_h else Hidden(h_M2H) if self.backward.keeps_hidden else None
         return Rows(a_q, a_scale), hidden
@@ -135,7 +132,7 @@ class FFN(NamedTuple):
         if self.biases is not None:
             biases += [*self.biases.gate_up(self.expert), self.biases.b2, *dy, of_biases]
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
-            d_MH, *hidden, score_M, offsets_E, self.expert, recompute_a, self.nans.dh, *biases
+            d_MH, *hidden, score_M, offsets_E, self.expert, recompute_a, *biases
         )
         a, ds_M = Rows(a_q, a_scale) if recompute_a else a, None if score_M is None else ds_M
         return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, dbias[0] if dbias else None)

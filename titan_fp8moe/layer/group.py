@@ -5,18 +5,16 @@
 
 :func:`feed_forward` and :func:`linear` quantize their input and their output's gradient themselves, once each. The
 shared experts of a MoE layer read the rows that are quantized for the routed ones: :mod:`titan_fp8moe.layer.experts`
-calls :func:`group_ffn`, :func:`group_backward` and :func:`group_weight_grads` with these rows.
+calls :func:`group_forward`, :func:`group_backward` and :func:`group_weight_grads` with these rows.
 
 A forward is one op, for per-op activation checkpointing. An FFN's backward is two, so that a graph can free h before
 weight gradients are made.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.utils.flop_counter
 from torch import Tensor
 
 from titan_fp8moe import ops
@@ -46,23 +44,22 @@ from titan_fp8moe.layer.saved import (
 )
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
-from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
-from titan_fp8moe.recipe import BLOCK, STEP, group_rows, padded
-from titan_fp8moe.rows import NO_FLAGS, GroupRows, NanFlags, Rows, one_group
+from titan_fp8moe.recipe import BLOCK, STEP
+from titan_fp8moe.rows import DY, GroupRows, Rows, X, one_group
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
 
-def group_of(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, nans: NanFlags, dim: int) -> FFN:
+def ffn_of_group(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, dim: int) -> FFN:
     """The FFN of these rows, which have no router, but may have scores. ``dim``: D, which the rows pad to a multiple of
     128."""
     plain = expert._replace(score_before_experts=False, biased=False, interleaved=False)
-    return FFN(plain, backward, one_group(rows.end, rows.score), nans, dim=dim)
+    return FFN(plain, backward, one_group(rows.end, rows.score), dim=dim)
 
 
-def group_ffn(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[Tensor, SavedGroup]:
+def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[Tensor, SavedGroup]:
     """The FFN's output (R, D) bf16, and what its backward needs."""
     with operands.held:
         (w13, w2), copies = operands.of_forward()
@@ -75,14 +72,12 @@ def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Ro
     output."""
     x = saved.rows.quantized
     with operands.held:
-        w13, w13_t, w2_t = operands.of_hidden(saved.copies, saved.hidden is None)
-        hidden = saved.hidden or ffn.hidden(x, cast(Fp8Weight, w13))
-        grads = ffn.hidden_gradients(dy, hidden, saved.a, w2_t)
-        del hidden, w2_t  # h is freed after its last use
+        hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.copies))
+        grads = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.copies))
+        del hidden  # h is freed after its last use
         if not with_dx:
             return grads
-        w13_t = w13_t or operands.transposed(0, saved.copies)
-        return grads._replace(dx=ffn.product(grads.dh, w13_t, None, ffn.dim))
+        return grads._replace(dx=ffn.product(grads.dh, operands.transposed(0, saved.copies), None, ffn.dim))
 
 
 def group_weight_grads(
@@ -104,14 +99,14 @@ def _feed_forward(
     x_TD: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None, backward: str, dtype: torch.dtype
 ) -> list[Tensor]:
     """The output (T, D) in ``dtype``, and :class:`SavedGroup`. ``weights``: packed, of one expert."""
-    spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
+    spec = decode(BackwardSpec, backward)
     if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
         run = functools.partial(on_meta.ffn, _FeedForward.apply, x_TD, weights, nan_flags, spec, dtype)
         warm_up.compile_ahead(kind, [x_TD, *weights], run)
-    q, _, scale, end = ops.quantize_group(x_TD, nans.x)
+    q, _, scale, end = ops.quantize_group(x_TD, None if nan_flags is None else nan_flags[X])
     rows = GroupRows(q, scale, end)
     operands = WeightOperands(weights)
-    y, saved = group_ffn(group_of(rows, SWIGLU, spec, nans, x_TD.shape[1]), rows, operands)
+    y, saved = group_forward(ffn_of_group(rows, SWIGLU, spec, x_TD.shape[1]), rows, operands)
     return [y[: x_TD.shape[0]].to(dtype), *pack(group_there(spec, bool(operands.kept)), saved)]
 
 
@@ -126,11 +121,11 @@ def _feed_forward_hidden_gradients(
 ) -> list[Tensor]:
     """The first half of a backward: the input's gradient (T, D) in ``dtype`` if it is needed, and
     :class:`titan_fp8moe.layer.ffn.HiddenGradients`. ``saved``: of the forward."""
-    spec, nans = decode(BackwardSpec, backward), NanFlags.of(nan_flags)
-    q, _, scale, _ = ops.quantize_group(dy_TD, nans.dy)
+    spec = decode(BackwardSpec, backward)
+    q, _, scale, _ = ops.quantize_group(dy_TD, None if nan_flags is None else nan_flags[DY])
     operands = WeightOperands(weights)
     of_forward = unpack(group_there(spec, bool(operands.kept)), iter(saved))
-    ffn = group_of(of_forward.rows, SWIGLU, spec, nans, dy_TD.shape[1])
+    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, dy_TD.shape[1])
     grads = group_backward(ffn, of_forward, operands, Rows(q, scale), needs_dx)
     dx = [cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype)] if needs_dx else []
     return [*dx, *pack(hidden_gradients_there(spec, False), grads)]
@@ -143,7 +138,7 @@ def _feed_forward_weight_grads(
     spec, needed = decode(BackwardSpec, backward), ExpertWeights(*needs)
     operands = WeightOperands(weights)
     of_forward = unpack(group_there(spec, bool(operands.kept), hidden=False), iter(saved))
-    ffn = group_of(of_forward.rows, SWIGLU, spec, NO_FLAGS, 0)
+    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, 0)
     grads = unpack(hidden_gradients_there(spec, False), iter(halfway))
     return pack(weight_grads_there(needed), group_weight_grads(ffn, of_forward, grads, operands, needed))
 
@@ -198,7 +193,7 @@ def feed_forward(
         x: (..., D) bf16 or fp32.
         weights: w1 and w3 (H, D), w2 (D, H), all bf16 or all fp32, D and H multiples of 16.
         cache: of the weights.
-        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`.
+        nan_flags: see :data:`titan_fp8moe.rows.X`.
         frozen: whether none of the weights is trained.
 
     Returns:
@@ -240,7 +235,7 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 def _linear(x_TK: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     """The output (T, N) in ``dtype``; q, scale and end of :class:`titan_fp8moe.rows.GroupRows`; the generation of
     copies. ``weights``: packed, of which w1 is the linear's (1, N, K)."""
-    q, _, scale, end = ops.quantize_group(x_TK, NanFlags.of(nan_flags).x)
+    q, _, scale, end = ops.quantize_group(x_TK, None if nan_flags is None else nan_flags[X])
     operands = WeightOperands(weights)
     with operands.held:
         (weight,), copies = operands.of_forward()
@@ -260,7 +255,7 @@ def _linear_backward(
     """Gradients of x (T, K) in ``dtype`` and of the weight (1, N, K), if they are needed. ``saved``: of the forward; q
     and scale are None where the weight is frozen."""
     q, scale, end, *generation = cast(list[Any], saved)
-    dy_q, _, dy_scale, _ = ops.quantize_group(dy_TN, NanFlags.of(nan_flags).dy)
+    dy_q, _, dy_scale, _ = ops.quantize_group(dy_TN, None if nan_flags is None else nan_flags[DY])
     x, dy, operands, grads = Rows(q, scale), Rows(dy_q, dy_scale), WeightOperands(weights), []
     w, (needs_dx, needs_dw) = operands.like.w1, needs
     if needs_dx:
@@ -313,7 +308,7 @@ def linear(
     Args:
         x: (..., K) bf16 or fp32.
         w: (N, K) bf16 or fp32, N and K multiples of 128.
-        cache, nan_flags, frozen: as of :func:`feed_forward`, whose errors this raises too. Only x and dy are noted.
+        cache, nan_flags, frozen: as of :func:`feed_forward`, whose errors this raises too.
 
     Returns:
         (..., N) in the dtype of ``x``, or in autocast's.
@@ -327,18 +322,4 @@ def linear(
     return out.view(*x.shape[:-1], N)
 
 
-# --- ops for tools ----------------------------------------------------------------------------------------------------
-
 FORWARD_OPS = (_feed_forward_op, _linear_op)
-
-
-def product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
-    """FLOPs of the product of ``rows`` rows with each of the packed weights (E, N, K), whose padding counts."""
-    shapes = [shape for shape in weights[: len(ExpertWeights._fields)] if shape is not None]
-    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
-
-
-@torch.utils.flop_counter.register_flop_formula([torch.ops.titan_fp8moe.feed_forward, torch.ops.titan_fp8moe.linear])
-def _flops(x_shape, weights, *_: Any, **__: Any) -> int:
-    """FLOPs of all GEMMs, padding included."""
-    return product_flops(group_rows(x_shape[0]), weights)

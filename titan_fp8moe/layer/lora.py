@@ -181,7 +181,8 @@ class GemmLora(NamedTuple):
         grads = {}
         for part in self.parts:
             name, (A, B, scale), _, ranks = part
-            grads[f"{name}_A"] = da[:, ranks, : A.shape[2]].to(A.dtype).contiguous()  # without the padding
+            part_of_da = da[:, ranks, : A.shape[2]].to(A.dtype)  # without the padding
+            grads[f"{name}_A"] = part_of_da.clone(memory_format=torch.contiguous_format)
             grads[f"{name}_B"] = part.of(db).flatten(1, 2).to(B.dtype) * scale
         return grads
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.saved import Inputs, LayerSpec
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
 from titan_fp8moe.recipe import FP8
@@ -28,25 +27,24 @@ def like(tensor: Tensor | None) -> Tensor | None:
     )
 
 
-def _weights(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
+def _weights(packed: list[Tensor | None], D: int, trained: bool) -> ExpertWeights[Any]:
     weights: ExpertWeights[Any] = ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
-    if weights.w1.shape[2] == D:
-        return weights
-    # Quantized ones are padded.
-    cut = weights.w1[:, :, :D], weights.w2[:, :D], None if weights.w3 is None else weights.w3[:, :, :D]
-    return ExpertWeights(*(None if w is None else w.detach().contiguous().requires_grad_() for w in cut))
+    if weights.w1.shape[2] != D:  # quantized ones are padded
+        cut = weights.w1[:, :, :D], weights.w2[:, :D], None if weights.w3 is None else weights.w3[:, :, :D]
+        weights = ExpertWeights(*(None if w is None else w.contiguous() for w in cut))
+    return ExpertWeights(*(None if w is None else w.detach().requires_grad_(trained) for w in weights))
 
 
-def _one_expert(packed: list[Tensor | None], D: int) -> ExpertWeights[Any]:
+def _one_expert(packed: list[Tensor | None], D: int, trained: bool) -> ExpertWeights[Any]:
     """The weights without their dim of one expert."""
-    return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_() for w in _weights(packed, D)))
+    weights = _weights(packed, D, trained)
+    return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_(trained) for w in weights))
 
 
 def _backward(out: Tensor) -> None:
     out.backward(torch.empty_like(out))
 
 
-@statistics.paused()
 def experts(
     run: Callable[[Inputs, LayerSpec], Tensor],
     x_TD: Tensor,
@@ -58,23 +56,22 @@ def experts(
 ) -> None:
     """Calls ``run`` with tensors like the op's."""
     D, fp32 = x_TD.shape[1], dict[str, Any](dtype=torch.float32, device="meta", requires_grad=True)
-    routed, biases, shared_scores = _weights(weights, D), None, None
+    biases, shared_scores, trained = None, None, spec.backward.weights != "frozen"
+    routed = _weights(weights, D, trained)
     if spec.expert.biased:
         (E, rows, _), dtype = routed.w1.shape, routed.w1.dtype
         b1, b2 = (torch.empty(E, n, dtype=dtype, device="meta", requires_grad=True) for n in (rows, D))
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
     if spec.shared_scored:
         shared_scores = torch.empty(x_TD.shape[0], **fp32)
-    shared = _one_expert(shared_weights, D) if shared_weights else NO_WEIGHTS
-    trained = spec.backward.weights == "adapted"
-    backward = spec.backward._replace(weights="trained") if trained else spec.backward
+    shared = _one_expert(shared_weights, D, spec.shared == "trained") if shared_weights else NO_WEIGHTS
+    backward = spec.backward._replace(weights="trained" if trained else "frozen")
     spec = spec._replace(backward=backward, lora=None, kept=False, shared_kept=False)
     scores, flags = torch.empty(topk_ids_TK.shape, **fp32), like(nan_flags)
     inputs = Inputs(like(x_TD), scores, like(topk_ids_TK), flags, shared_scores, routed, shared, biases)
     _backward(run(inputs, spec))
 
 
-@statistics.paused()
 def ffn(
     run: Callable[..., Tensor],
     x_TD: Tensor,
@@ -84,8 +81,9 @@ def ffn(
     dtype: torch.dtype,
 ) -> None:
     """Calls ``run``, the autograd function, with tensors like the op's, whose weights have a dim of one expert."""
-    matrices = _one_expert(weights, x_TD.shape[1])
+    trained = backward.weights == "trained"
+    matrices = _one_expert(weights, x_TD.shape[1], trained)
     if matrices.w3 is None:  # quantized ones have gate and up in one
-        w1, w3 = (w.detach().requires_grad_() for w in matrices.w1.chunk(2))
+        w1, w3 = (w.detach().requires_grad_(trained) for w in matrices.w1.chunk(2))
         matrices = matrices._replace(w1=w1, w3=w3)
     _backward(run(like(x_TD), *matrices, like(nan_flags), backward, None, dtype))

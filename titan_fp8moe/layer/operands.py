@@ -42,8 +42,8 @@ from titan_fp8moe.recipe import E8M0, FP8, STATE_HEADER, TILE, num_samples, padd
 from titan_fp8moe.spec import ExpertSpec
 
 Layouts = Literal["both", "forward"]
-Groups = Sequence[Sequence[Tensor]]
-"""For each operand the one or two weights (E, N, K) that it is made of."""
+Group = Sequence[Tensor]
+"""The one or two weights (E, N, K) that an operand is made of."""
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
@@ -74,12 +74,11 @@ class Copies:
         operands: the buffers.
         steps: (1,) int32, the device's count of optimizer steps, which all copies share.
         lock: held while they are refreshed and read.
-        key: of the weights that they are of, as far as the host knows.
+        keys: for each operand of the weights that it is of, as far as the host knows.
         latest: the result of each operand's last refresh. A backward that has it finds its forward's copies.
         replayed: a CUDA graph refreshes them, without the host.
     """
 
-    key: list[tuple] | None = None
     replayed: bool = False
     _stream: "torch.cuda.Stream | None" = None
     _raw_stream: int = -1
@@ -87,6 +86,7 @@ class Copies:
     def __init__(self, operands: tuple[KeptOperand, ...], steps: Tensor, lock: threading.Lock):
         self.operands, self.steps, self.lock = operands, steps, lock
         self.latest: list[Tensor | None] = [None] * len(operands)
+        self.keys: list[list[tuple] | None] = [None] * len(operands)
         for tensor in (steps, *(t for operand in operands for t in operand if t is not None)):
             torch._dynamo.mark_static_address(tensor, guard=False)  # a CUDA graph of Inductor's would copy it
         _live[operands[0].state.data_ptr()] = self
@@ -96,25 +96,29 @@ class Copies:
 
     def forget(self) -> None:
         """Lets the next forward quantize the weights anew."""
-        self.key = None
+        self.keys = [None] * len(self.operands)
         with _disable_current_modes():
             for operand in self.operands:
                 operand.state.data[:1].fill_(-1)
 
-    def note(self, groups: Groups) -> bool:
-        """Notes a refresh by these weights, on the current stream. Returns whether they are other tensors than those of
-        the last one, or have another version."""
-        if (weight := groups[0][0]).is_cuda:
-            if torch.cuda.is_current_stream_capturing():
+    def refresh(self, at: int, group: Group, steps: Tensor | None, generation: Tensor | None = None) -> Tensor:
+        """:func:`titan_fp8moe.ops.refresh_weight` of an operand, on the current stream. A forward's is forced where
+        these are other tensors than those of the last one, or have another version."""
+        key, captured = [tensor_key(w) for w in group], False
+        if (weight := group[0]).is_cuda:
+            if captured := torch.cuda.is_current_stream_capturing():
                 self.replayed = True
-                return False  # the graph would repeat a forced refresh in every replay
-            if self._raw_stream != (raw := torch._C._cuda_getCurrentRawStream(weight.get_device())):
+            elif self._raw_stream != (raw := torch._C._cuda_getCurrentRawStream(weight.get_device())):
                 stream = torch.cuda.current_stream(weight.device)
                 if self._stream is not None:
                     stream.wait_stream(self._stream)
                 self._stream, self._raw_stream = stream, raw
-        before, self.key = self.key, [tensor_key(w) for group in groups for w in group]
-        return self.key != before
+        force = not captured and key != self.keys[at]  # a graph would repeat a forced refresh in every replay
+        made = ops.refresh_weight([*group], *self.operands[at], steps, force, generation)
+        self.latest[at] = made
+        if not captured:
+            self.keys[at] = key
+        return made
 
     def are_of(self, at: int, generation: Tensor) -> bool:
         """Whether this host knows that an operand is still what the forward with this ``generation`` read."""
@@ -140,7 +144,7 @@ def tensor_key(tensor: Tensor) -> tuple:
     return storage, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _sizes(group: Sequence[Tensor]) -> tuple[Any, ...]:
+def _sizes(group: Group) -> tuple[Any, ...]:
     """The sizes of an operand's buffers: E, N, K, number of samples, strides of the scales. Scales lie as the weight
     does, so that one which is stored transposed is quantized from where it lies."""
     E, _, K = group[0].shape
@@ -214,7 +218,7 @@ class WeightCache:
         for cache in list(WeightCache._all):
             cache.clear()
 
-    def buffers(self, groups: Groups) -> Copies:
+    def buffers(self, groups: Sequence[Group]) -> Copies:
         """The copies for such weights, made unless they are there.
 
         Raises:
@@ -273,7 +277,7 @@ def own_cache(module: Any, name: str = "cache") -> WeightCache | None:
     # In compiled code they share one: right, but each quantizes what the other has replaced.
     if torch.compiler.is_compiling():
         return None if _is_for_another_process() else cache
-    if cache.owner is None:
+    if cache.owner is None or cache.owner() is None:
         cache.owner = weakref.ref(module)  # a deep copy
     return cache if cache.owner() is module else None
 
@@ -374,6 +378,8 @@ class WeightOperands:
                 self.copies, self.held = copies, copies.lock
         elif len(packed) > _COUNT:
             values = ExpertWeights.unpack(packed[-2 * _COUNT :])
+            if len(packed) > 2 * _COUNT and self.like.apart(expert) is not self.like:
+                raise ValueError("fp8_all_gather has padded gate and up as one; keep them as w1 and w3")
         self.groups = values.apart(expert).groups
 
     def of_forward(self) -> tuple[list[Fp8Weight], Generations | None]:
@@ -381,37 +387,27 @@ class WeightOperands:
         generations of the copies."""
         if not self.kept:
             return [ops.quantize_weight(*group) for group in self.groups], None
-        force = self.copies is not None and self.copies.note(self.groups)
-        made = [self._refresh(at, force) for at in range(len(self.kept))]
+        made = [self._refresh(at) for at in range(len(self.kept))]
         return [operand.plain for operand in self.kept], Generations(*made)
 
-    def of_hidden(
-        self, generations: Generations | None, recompute: bool
-    ) -> tuple[Fp8Weight | None, Fp8Weight | None, Fp8Weight]:
-        """The operands of a backward's first half: w13, if it computes GEMM 1 again, and w2's transpose (E, H, D).
-        Between them w13's transpose where both come from one read of the weights."""
-        w13 = w13_t = None
-        if recompute and generations is not None:
-            w13 = self._kept(0, generations.w13).plain
-        elif recompute:
-            w13, w13_t = ops.quantize_weight_both(*self.groups[0])
-        return w13, w13_t, self.transposed(1, generations)
+    def plain(self, at: int, generations: Generations | None) -> Fp8Weight:
+        """An operand once more, for a backward: that of the forward with these ``generations``."""
+        if generations is None:
+            return ops.quantize_weight(*self.groups[at])
+        return self._kept(at, generations[at]).plain
 
     def transposed(self, at: int, generations: Generations | None) -> Fp8Weight:
-        """A backward's operand, the transpose of the one of the forward with these ``generations``."""
+        """A backward's operand, the transpose of :meth:`plain`."""
         if generations is None:
             return ops.quantize_weight_transposed(*self.groups[at])
         return self._kept(at, generations[at]).transposed()
 
     def _kept(self, at: int, generation: Tensor) -> KeptOperand:
         if self.copies is None or not self.copies.are_of(at, generation):
-            if self.copies is not None:
-                self.copies.note(self.groups)
-            self._refresh(at, False, generation)
+            self._refresh(at, generation)
         return self.kept[at]
 
-    def _refresh(self, at: int, force: bool, generation: Tensor | None = None) -> Tensor:
-        made = ops.refresh_weight([*self.groups[at]], *self.kept[at], self.steps, force, generation)
+    def _refresh(self, at: int, generation: Tensor | None = None) -> Tensor:
         if self.copies is not None:
-            self.copies.latest[at] = made
-        return made
+            return self.copies.refresh(at, self.groups[at], self.steps, generation)
+        return ops.refresh_weight([*self.groups[at]], *self.kept[at], self.steps, False, generation)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer import flops  # noqa: F401  registers formulas
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
 from titan_fp8moe.layer.experts import Call, run_experts
 from titan_fp8moe.layer.host import HostLayer
@@ -39,7 +40,7 @@ class Experts(NamedTuple):
         frozen: none of the weights is trained.
         biases, lora: None for experts that have none. :func:`run_layer` notes biases in ``expert``.
         check_ids: refuse ids that are no expert's; else they count as -1.
-        nan_flags: the tensor of :meth:`titan_fp8moe.rows.NanFlags.of`; 1 is stored where an operand holds a NaN or Inf.
+        nan_flags: see :data:`titan_fp8moe.rows.X`; or None.
         host: copies weights stored in FP8 from host memory; None where they are on the device.
     """
 

@@ -19,7 +19,6 @@ from titan_fp8moe.layer.ffn import Hidden, HiddenGradients, WeightGrads
 from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.operands import Generations
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
-from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import GroupRows, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 
@@ -67,11 +66,12 @@ def pack(there: tuple, record: Any) -> list[Tensor]:
 
 def unpack(there: Any, values: Iterator[Tensor]) -> Any:
     """The inverse of :func:`pack`, with a list's iterator; None for what is not there."""
-    if not isinstance(there, tuple):
-        return next(values) if there else None
     filled = []
     for flag in there:
-        filled.append(unpack(flag, values))
+        if isinstance(flag, tuple):
+            filled.append(unpack(flag, values))
+        else:
+            filled.append(next(values) if flag else None)
     return type(there)(*filled) if hasattr(there, "_fields") else filled
 
 
@@ -93,7 +93,7 @@ class SavedGroup(NamedTuple):
     """The tensors that the forward of an FFN with one group of rows keeps for its backward.
 
     Attributes:
-        rows: its input. Shared experts without expert parallelism have its q from ``tokens`` of :class:`Saved`.
+        rows: its input. Shared experts without expert parallelism have its q from ``arrived`` of :class:`Saved`.
         a: GEMM 2's operand, with recompute = "none" and trained weights.
         copies: generations of the quantized weights that a module keeps.
         hidden: h, unless recompute = "experts".
@@ -113,7 +113,7 @@ class Saved(NamedTuple):
     Attributes:
         state: the dispatch's, from which its backward is resumed.
         routing: of the rows in expert order.
-        tokens: one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1. Not there where
+        arrived: one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1. Not there where
             weights are frozen, unless recompute = "experts".
         a, copies, hidden: as of :class:`SavedGroup`.
         shared: of the shared experts.
@@ -121,7 +121,7 @@ class Saved(NamedTuple):
 
     state: Any
     routing: Routing
-    tokens: Any
+    arrived: Any
     a: Rows | None
     copies: Generations | None
     shared: SavedGroup | None
@@ -129,11 +129,11 @@ class Saved(NamedTuple):
 
     @property
     def of_shared(self) -> SavedGroup:
-        """``shared`` with its q, which it may have from ``tokens``."""
+        """``shared`` with its q, which it may have from ``arrived``."""
         shared = cast(SavedGroup, self.shared)
-        if shared.rows.q is not None or not isinstance(self.tokens, Rows):
+        if shared.rows.q is not None or not isinstance(self.arrived, Rows):
             return shared
-        return shared._replace(rows=shared.rows._replace(q=self.tokens.q))
+        return shared._replace(rows=shared.rows._replace(q=self.arrived.q))
 
 
 def _hidden_there(backward: BackwardSpec) -> Any:
@@ -161,7 +161,7 @@ def saved_there(spec: LayerSpec, hidden: bool = True) -> Saved:
     return Saved(
         state=_all(kind.State),
         routing=_all(Routing),
-        tokens=_all(kind.Tokens) if backward.keeps_rows else None,
+        arrived=_all(kind.Arrived) if backward.keeps_rows else None,
         a=_rows(backward.keeps_operand),
         copies=_all(Generations) if spec.kept else None,
         shared=shared,
@@ -221,9 +221,7 @@ def hidden_gradients_there(backward: BackwardSpec, scored: bool, **more: Any) ->
 @functools.cache
 def halfway_there(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway:
     """What :class:`Halfway` has."""
-    both = not (spec.backward.keeps_hidden or spec.kept)
-    w13_t: Any = Fp8Weight(cast(Any, True), cast(Any, True)) if both else None
-    routed = hidden_gradients_there(spec.backward, True, dbias=needs_dbias, w13_t=w13_t)
+    routed = hidden_gradients_there(spec.backward, True, dbias=needs_dbias)
     shared = hidden_gradients_there(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
     return Halfway(routed, shared)
 

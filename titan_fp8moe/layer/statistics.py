@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
+from titan_fp8moe.kernels.launch import is_recording
 from titan_fp8moe.layer.weights import Weight
 from titan_fp8moe.recipe import BLOCK, FP8, FP8_NAN
 from titan_fp8moe.rows import Rows
@@ -38,8 +39,8 @@ _counts: Tensor | None = None
 
 
 def collecting() -> bool:
-    """Whether layers should call :func:`record`."""
-    return _collecting
+    """Whether layers should call :func:`record`; not where an op is traced, or runs for its launches alone."""
+    return _collecting and not is_recording()
 
 
 def collect() -> None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
@@ -154,6 +155,18 @@ def _grouped_linear_backward(
 
 
 _forward_op, _backward_op = custom_op(_grouped_linear), custom_op(_grouped_linear_backward)
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.grouped_linear)
+def _flops(x_shape, w_shape, *_: Any, **__: Any) -> int:
+    """FLOPs of the GEMM, for the rows that its buffer holds."""
+    E, K, N = w_shape
+    return 2 * row_capacity(x_shape[0], E) * K * N
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.grouped_linear_backward)
+def _backward_flops(dy_shape, w_shape, saved, needs_dx, needs_dw, **_: Any) -> int:
+    return (needs_dx + needs_dw) * _flops(dy_shape, w_shape)
 
 
 class _GroupedMM(torch.autograd.Function):

@@ -33,7 +33,6 @@ from titan_fp8moe.ops.quantize import (
     quantize_group,
     quantize_rows,
     quantize_weight,
-    quantize_weight_both,
     quantize_weight_transposed,
     quantize_weights,
     refresh_weight,

@@ -5,26 +5,12 @@ On one rank: ``expert_routing``, ``permute_rows``, the FFN, ``unpermute_sum``. W
 ``pack_combine``'s payload. The backward moves gradients along the same routing.
 """
 
-import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute as kernels
 from titan_fp8moe.kernels import routing
 from titan_fp8moe.ops.backend import with_kernel
-
-# For whoever converts the arguments that an error names, until nothing is refused and all tokens go to expert 0.
-SWAPPED = "topk_ids and topk_scores seem swapped: torch.topk returns (scores, ids), experts take (ids, scores)"
-
-
-def _check_not_swapped(topk_ids_TK: Tensor, topk_scores_TK: Tensor, num_experts: int) -> None:
-    """Raises ValueError for scores that are experts' numbers where all ids are 0, as converted scores are. One score
-    for all is that of a router that has collapsed, or of a single token: normalized, and scaled by a whole number."""
-    if not topk_scores_TK.numel() or topk_ids_TK.any():
-        return
-    smallest, largest = topk_scores_TK.aminmax()
-    if smallest < largest and 1 < largest < num_experts and torch.equal(topk_scores_TK, topk_scores_TK.round()):
-        raise ValueError(f"{SWAPPED}; all ids are 0, and the scores are whole numbers up to {largest:g}")
 
 
 def _check_ids(topk_ids_TK: Tensor, num_experts: int) -> None:
@@ -50,7 +36,6 @@ def _expert_routing(
     """
     if check_ids:
         _check_ids(topk_ids_TK, num_experts)
-        _check_not_swapped(topk_ids_TK, topk_scores_TK, num_experts)
     return recipe.expert_routing(topk_ids_TK, topk_scores_TK, num_experts, capacity)
 
 

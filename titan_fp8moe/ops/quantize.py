@@ -154,7 +154,7 @@ def _refresh_weight(
     The device decides, by :func:`titan_fp8moe.recipe.seen_weights`, so that a replay of a CUDA graph decides anew.
 
     Args:
-        weights: one or two (E, N, K) of one shape, as for :func:`quantize_weight_both`.
+        weights: one or two (E, N, K) of one shape, as for :func:`quantize_weight`.
         q, q_t, scale: the buffers, as its results; ``q_t`` None where the transpose is not kept.
         state, steps, force, generation: as in the recipe.
 
@@ -180,8 +180,8 @@ def _join_weight(
     q, scale = w.view(torch.uint8), w_scale.view(torch.uint8)
     if last_w is not None and last_scale is not None:
         q, scale = torch.cat([q, last_w.view(torch.uint8)], 1), torch.cat([scale, last_scale.view(torch.uint8)], 1)
-    q, scale, none = q.clone().view(FP8), scale.clone().view(E8M0), w.new_empty(0)
-    return q if plain else none, q.transpose(1, 2).contiguous() if transposed else none, scale
+    q, scale = q.clone().view(FP8), scale.clone().view(E8M0)
+    return q if plain else q.new_empty(0), q.transpose(1, 2).contiguous() if transposed else q.new_empty(0), scale
 
 
 quantize_weights = with_kernel(_quantize_weight, kernels.quantize_weight)
@@ -195,9 +195,9 @@ def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: 
         ((last, last_scale),) = rest or [(None, None)]
         return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
     tensors = cast(list[Tensor], list(weights))
-    (E, _, K), dtype = tensors[0].shape, tensors[0].dtype
-    alike = len(tensors) <= 2 and all((w.dtype, w.shape[0], w.shape[2]) == (dtype, E, K) for w in tensors[1:])
-    if not alike or dtype not in (torch.bfloat16, torch.float32):
+    first, last = tensors[0], tensors[-1]
+    alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
+    if not alike or len(tensors) > 2 or first.dtype not in (torch.bfloat16, torch.float32):
         got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in tensors)
         raise ValueError(
             "quantize_weight: one or two weights (E, N, K) must share E, K and a dtype, bf16 or fp32; "
@@ -229,9 +229,3 @@ def quantize_weight_transposed(*weights: Tensor | Fp8Weight) -> Fp8Weight:
     """The transpose of :func:`quantize_weight`, an operand (E, K, sum of N_i); its scale is a strided view."""
     _, q, scale = _operands(weights, False, True)
     return Fp8Weight(q, scale.transpose(1, 2))
-
-
-def quantize_weight_both(*weights: Tensor | Fp8Weight) -> tuple[Fp8Weight, Fp8Weight]:
-    """The operands of :func:`quantize_weight` and :func:`quantize_weight_transposed`, from one read of the weights."""
-    q, q_t, scale = _operands(weights, True, True)
-    return Fp8Weight(q, scale), Fp8Weight(q_t, scale.transpose(1, 2))

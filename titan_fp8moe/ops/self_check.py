@@ -162,8 +162,8 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     yield Case("join_weight", ops.quantize.join_weights, (*args, True, True))
 
     def both(*weights: Tensor) -> tuple[Tensor, ...]:
-        operand, transposed = ops.quantize_weight_both(*weights)
-        return *operand, *transposed
+        q, q_t, scale = ops.quantize_weights([*weights], True, True)
+        return q, scale, q_t, scale.transpose(1, 2)
 
     def refreshed(*weights: Tensor) -> tuple[Tensor, ...]:
         q, scale, q_t, _ = map(torch.empty_like, both(*weights))
@@ -176,7 +176,7 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
         return list(w[:, :96].transpose(1, 2).contiguous().transpose(1, 2).chunk(2, 1))
 
     yield Case("refresh_weight", refreshed, (weights[0],))
-    yield Case("quantize_weight_both of halves", lambda w: both(*halves(w)), (weights[0],))
+    yield Case("quantize_weight of halves", lambda w: both(*halves(w)), (weights[0],))
     # Without the state: kernels sample weights in the order in which they are stored.
     yield Case("refresh_weight of halves", lambda w: refreshed(*halves(w))[:-1], (weights[0],))
 
@@ -217,11 +217,11 @@ def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator
         args = d, columns, None, score_M, offsets_E, expert, True
         yield Case(f"swiglu_quantize_backward {expert}", ops.swiglu_quantize_backward, args, nearly=True)
     expert, biases = ExpertSpec(biased=True), (randn(E, H), randn(E, H))
-    args = h, score_M, offsets_E, expert, False, None, *biases
+    args = h, score_M, offsets_E, expert, False, *biases
     yield Case("swiglu_quantize with biases", ops.swiglu_quantize, args, nearly=True)
     dy, dy_scale = recipe.quantize_rows(randn(M, D))
     of_output = randn(E, D), dy, recipe.column_major(dy_scale)
-    args = d, h, None, score_M, offsets_E, expert, True, None, *biases, *of_output, True
+    args = d, h, None, score_M, offsets_E, expert, True, *biases, *of_output, True
     yield Case("swiglu_quantize_backward with biases", ops.swiglu_quantize_backward, args, nearly=True)
 
 

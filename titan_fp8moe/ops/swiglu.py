@@ -15,7 +15,6 @@ def _swiglu_quantize(
     offsets_E: Tensor,
     expert: ExpertSpec,
     keep_h: bool,
-    nan_flag: Tensor | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -25,7 +24,6 @@ def _swiglu_quantize(
     Args:
         h_M2H: bf16.
         offsets_E: (E,) int32; rows of the results at and past ``offsets_E[-1]`` are undefined.
-        nan_flag: see :func:`titan_fp8moe.recipe.note_nan`.
         gate_bias, up_bias: (E, H') bf16 or fp32 with equal strides, H' at most H; or None. Without a gate the first.
 
     Returns:
@@ -33,7 +31,6 @@ def _swiglu_quantize(
     """
     bias_M2H = _bias_rows(gate_bias, up_bias, offsets_E, h_M2H, expert)
     q, scale = recipe.swiglu_quantize(h_M2H, score_M, expert, bias_M2H)
-    recipe.note_nan(q, nan_flag)
     if keep_h:
         h_q, h_scale = recipe.quantize_hidden(h_M2H, score_M, expert, bias_M2H)
         return q, scale, h_q, recipe.column_major(h_scale)
@@ -61,7 +58,6 @@ def _swiglu_quantize_backward(
     offsets_E: Tensor,
     expert: ExpertSpec,
     recompute_a: bool,
-    nan_flag: Tensor | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     b2: Tensor | None = None,
@@ -75,7 +71,6 @@ def _swiglu_quantize_backward(
         d_MH: bf16.
         h_M2H: bf16, or e4m3 with ``h_scale`` (M, 2H // 128) e8m0.
         recompute_a: whether to return GEMM 2's operand, for a backward that did not save it.
-        nan_flag: for dh.
         b2, dy, dy_scale: come with the biases: GEMM 2's bias (E, D'), and the quantized gradient of the output, (M, D)
             e4m3 with column-major scales, of which ds has a part.
         bias_gradients: whether to return the biases' gradients.
@@ -87,7 +82,6 @@ def _swiglu_quantize_backward(
     h = h_M2H if h_scale is None else recipe.dequantize(h_M2H, h_scale)
     bias_M2H = _bias_rows(gate_bias, up_bias, offsets_E, h, expert)
     dh, dh_scale, a, a_scale, ds, dbias_M2H = recipe.swiglu_quantize_backward(d_MH, h, score_M, expert, bias_M2H)
-    recipe.note_nan(dh, nan_flag)
     if not recompute_a:
         a, a_scale = a.new_empty(0), a_scale.new_empty(0)
     if score_M is None:

@@ -4,7 +4,6 @@ Parameters, buffers, submodules and state-dict keys stay torchtitan's: a module 
 that checkpoints, the Hugging Face adapter, pipeline splitting and initialization work as before.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -62,18 +61,17 @@ class Fp8FlowExperts(TitanExperts):
         topk_ids_TK: Tensor,
         topk_scores_TK: KeepDtype,
         *,
-        meanwhile: Callable[[], Tensor] | None = None,
         shared: "Fp8FlowFeedForward | None" = None,
     ) -> Tensor:
-        """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of ``meanwhile`` or of the
-        ``shared`` experts. With ``tp_mesh`` the experts' part is a partial sum over it."""
+        """Sums each token's experts with their scores, (T, D) -> (T, D), and adds the result of the ``shared`` experts.
+        With ``tp_mesh`` the experts' part is a partial sum over it."""
         if isinstance(self.matrices().w1, DTensor) and self.ep_mesh is None and self.tp_mesh is None:
             raise RuntimeError(
                 "these experts have been sharded by a parallel style that fp8_flow_moe does not know; use torchtitan's "
                 "TensorParallel, ExpertParallel or ExpertTensorParallel (torchtitan.distributed.expert_parallel)"
             )
         experts, ffn = self.for_layer(self, self.ep_mesh), None if shared is None else shared.shared()
-        return run_layer(x_TD, topk_ids_TK, topk_scores_TK.tensor, experts, ffn, meanwhile)
+        return run_layer(x_TD, topk_ids_TK, topk_scores_TK.tensor, experts, ffn)
 
     def extra_repr(self) -> str:
         experts, dim, hidden = self.matrices().w2.shape
@@ -198,13 +196,12 @@ class Fp8FlowMoE(MoE):
         # expert parallelism that borrows from tensor parallelism is done here.
         if reorderer_mesh is not None:
             topk_ids_TK = _of_this_rank(topk_ids_TK, reorderer_mesh)
-        shared: dict[str, Any] = {}
-        if self.fp8_shared:
-            # The routed tokens' gradients are summed over the tensor-parallel ranks, and so must be the shared ones'.
-            shared["shared"] = self.shared_experts
-        elif self.shared_experts is not None:
-            shared["meanwhile"] = lambda: self.shared_experts(x_TD)
-        return self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), **shared)
+        # The routed tokens' gradients are summed over the tensor-parallel ranks, and so must be the shared ones'.
+        shared = self.shared_experts if self.fp8_shared else None
+        out_TD = self.experts(routed_TD, topk_ids_TK, KeepDtype(top_scores), shared=shared)
+        if self.fp8_shared or self.shared_experts is None:
+            return out_TD
+        return out_TD + self.shared_experts(x_TD)
 
 
 def down_projection(experts: nn.Module) -> nn.Parameter:

@@ -88,7 +88,7 @@ def _placed(forward: Callable, block: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _has_shared_experts_inside(moe: Any) -> bool:
     """Others are graphs of their own."""
-    return moe.shared_experts is None or moe.shared == "fp8"
+    return moe.shared_experts is None or moe.fp8_shared
 
 
 def compile_before_experts(layer: nn.Module, **options: Any) -> bool:

@@ -150,8 +150,7 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
         if part.kind == MOE:
             # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
             joins = f"{name}.{SHARED}" in fp8 and (dims.tp == 1 or dims.ep == 1)
-            shared = "fp8" if joins else "meanwhile" if dims.tp == 1 else "apart"
-            part.module.replace(_layer_in_fp8(part.module.config, settings, placement, shared))
+            part.module.replace(_layer_in_fp8(part.module.config, settings, placement, joins))
     compat.fix_shape_inference()
     parallel.install()
     keep_host_ahead(Trainer)
@@ -208,7 +207,7 @@ def _in_fp8(part: Part, settings: Fp8FlowMoEConfig) -> Any:
     return derive_adapted(old, kind, fp8_flow=settings)
 
 
-def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, shared: str) -> Any:
+def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, fp8_shared: bool) -> Any:
     routed = layer.routed_experts
     is_gpt_oss = routed.inner_experts._owner is GptOssGroupedExperts
     kind = modules.Fp8FlowGptOssExperts.Config if is_gpt_oss else modules.Fp8FlowGroupedExperts.Config
@@ -220,7 +219,7 @@ def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, 
         fp8_flow=settings,
         placement=placement,
     )
-    return derive(layer, modules.Fp8FlowMoE.Config, routed_experts=routed, shared=shared)
+    return derive(layer, modules.Fp8FlowMoE.Config, routed_experts=routed, fp8_shared=fp8_shared)
 
 
 def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
@@ -239,7 +238,7 @@ def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
         )
         return
     routed = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
-    joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.shared == "fp8"}
+    joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.fp8_shared}
     job.metrics = derive(
         job.metrics,
         Fp8FlowMetrics.Config,

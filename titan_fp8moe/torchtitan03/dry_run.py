@@ -95,7 +95,7 @@ def _moe(module: Any) -> MetaMoE | None:
     if not isinstance(module, Fp8FlowMoE):
         return None
     routed: Any = module.routed_experts
-    shared: Any = module.shared_experts if module.shared == "fp8" else None
+    shared: Any = module.shared_experts if module.fp8_shared else None
 
     def forward(*inputs: Tensor) -> Tensor:
         x_BLD, ids_BLK, scores_BLK = (t.unsqueeze(0) for t in inputs)

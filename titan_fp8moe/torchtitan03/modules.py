@@ -6,9 +6,9 @@ block, and torchtitan's ``local_map`` has unwrapped the inputs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -124,10 +124,9 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
         *,  # torchtitan's sharding config knows the positional arguments
-        meanwhile: Callable[[], Tensor] | None = None,
         shared: "Fp8FlowFeedForward | None" = None,
     ) -> Tensor:
-        """(B, L, D) -> (B, L, D): each token's experts, plus the result of ``meanwhile`` (T, D) or ``shared`` experts.
+        """(B, L, D) -> (B, L, D): each token's experts, plus the result of the ``shared`` experts.
 
         The counts are not used, since the experts sort routed pairs themselves."""
         D, K = x_BLD.shape[-1], topk_scores_BLK.shape[-1]
@@ -135,7 +134,7 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         ffn = None if shared is None else shared.shared(shared.scores(x_BLD))
         scores_TK = topk_scores_BLK.reshape(-1, K).float()  # fp32 but on CPUs, whose autocast lacks it
         x_TD, ids_TK = x_BLD.reshape(-1, D), topk_expert_ids_BLK.reshape(-1, K)
-        return run_layer(x_TD, ids_TK, scores_TK, given, ffn, meanwhile).view(x_BLD.shape)
+        return run_layer(x_TD, ids_TK, scores_TK, given, ffn).view(x_BLD.shape)
 
     def extra_repr(self) -> str:
         return self.config.describe()
@@ -212,21 +211,20 @@ class Fp8FlowMoE(MoE):
     """torchtitan's MoE layer around :class:`Fp8FlowRoutedExperts`: same router and load balancing.
 
     Attributes:
-        shared: the shared experts join the FP8 data flow (``fp8``), or run as a module of their own: while tokens
-            travel (``meanwhile``), or afterwards where inputs and results are placed otherwise (``apart``).
+        fp8_shared: whether the shared experts join the FP8 data flow. Else they run as a module of their own.
         parallel_dims: the job's, once it is parallelized.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MoE.Config):
-        shared: Literal["fp8", "meanwhile", "apart"] = "meanwhile"
+        fp8_shared: bool = False
 
     def __init__(self, config: Config):
         super().__init__(config)
         _check_parts(self, routed_experts=Fp8FlowRoutedExperts)
-        if config.shared == "fp8":
+        if config.fp8_shared:
             _check_parts(self, shared_experts=Fp8FlowFeedForward)
-        self.shared = config.shared
+        self.fp8_shared = config.fp8_shared
 
     def parallelize(self, parallel_dims: Any) -> None:
         super().parallelize(parallel_dims)
@@ -253,8 +251,6 @@ class Fp8FlowMoE(MoE):
         routed = functools.partial(self.routed_experts, x_BLD, *(routing or self.route(x_BLD)))
         if self.shared_experts is None:
             return routed()
-        if self.shared == "fp8":
+        if self.fp8_shared:
             return routed(shared=self.shared_experts)
-        if self.shared == "meanwhile":
-            return routed(meanwhile=lambda: self.shared_experts(x_BLD).view(-1, x_BLD.shape[-1]))
         return routed() + self.shared_experts(x_BLD)

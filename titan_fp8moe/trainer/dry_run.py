@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
-from titan_fp8moe.rows import NanFlags
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout
 
@@ -185,7 +184,7 @@ class Tokens(NamedTuple):
 
 def watch(module: Any) -> None:
     """Gives the module flags as the NaN watch does: kernels with flags are others."""
-    module.nan_flags = torch.empty(len(NanFlags._fields), 16, dtype=torch.uint8, device="meta")
+    module.nan_flags = torch.empty(2, 16, dtype=torch.uint8, device="meta")
 
 
 class MetaMoE(NamedTuple):

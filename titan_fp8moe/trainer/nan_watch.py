@@ -1,7 +1,7 @@
 """Names the converted layer and operand in which a NaN or Inf showed first, and logs statistics after a step.
 
 torchtitan trains on when the loss or the gradient norm is NaN, and one step later every layer is. The kernels that
-quantize store a flag where they meet one (:class:`titan_fp8moe.rows.NanFlags`). After each step the ranks reduce
+quantize rows store a flag where they meet one (:data:`titan_fp8moe.rows.X`). After each step the ranks reduce
 "who was first" on the device, and the answer is read a step later: no kernel and no sync more in a layer.
 """
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.rows import NanFlags
 
 NOBODY = 2**31 - 1
 
@@ -35,7 +34,7 @@ class NanWatch:
         self.answer: Tensor | None = None
         self.reported = False
         for name, module in layers.items():
-            flags = torch.zeros(len(NanFlags._fields), 16, dtype=torch.uint8, device=device)
+            flags = torch.zeros(2, 16, dtype=torch.uint8, device=device)
             cast(Any, module).nan_flags, cast(Any, module).nan_index = flags, names.index(name)
 
     def after_step(self, model_parts: Iterable[nn.Module], step: int) -> None:
@@ -73,24 +72,21 @@ class NanWatch:
 def first_seen(modules: list[Any], num_layers: int, device: str) -> Tensor:
     """When, in the order of a step, the first of these layers' operands held a NaN or Inf: () int32 on the device.
 
-    The forward quantizes x and a of layers 0, 1..., the backward dy and dh of the last layer, the one before...
+    The forward quantizes x of layers 0, 1..., the backward dy of the last layer, the one before...
     """
     if not modules:
         return torch.full((), NOBODY, dtype=torch.int32, device=device)
     flags = torch.stack([module.nan_flags[:, 0] for module in modules])
-    index = torch.tensor([module.nan_index for module in modules], dtype=torch.int64, device="cpu").unsqueeze(1)
-    backward = 2 * (2 * num_layers - 1 - index)
-    order = torch.cat([2 * index, 2 * index + 1, backward, backward + 1], 1).int()
-    return torch.where(flags > 0, order.to(flags.device, non_blocking=True), NOBODY).amin()
+    index = torch.tensor([module.nan_index for module in modules], dtype=torch.int32, device="cpu")
+    order = torch.stack([index, 2 * num_layers - 1 - index], 1).to(flags.device, non_blocking=True)
+    return torch.where(flags > 0, order, NOBODY).amin()
 
 
 def describe(order: int, names: list[str]) -> str:
     """The operand and the layer of :func:`first_seen`'s answer."""
-    place, second = divmod(order, 2)
-    backward = place >= len(names)
-    name = names[2 * len(names) - 1 - place if backward else place]
-    operand = (("its input x", "its hidden rows a"), ("its output's gradient dy", "its hidden rows' gradient dh"))
-    return f"{name}, in {operand[backward][second]}"
+    if order < len(names):
+        return f"{names[order]}, in its input x"
+    return f"{names[2 * len(names) - 1 - order]}, in its output's gradient dy"
 
 
 def log_statistics(metrics: Any, step: int, device: str) -> None:

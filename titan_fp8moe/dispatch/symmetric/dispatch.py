@@ -51,14 +51,14 @@ class SymmetricDispatch(Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
-    Tokens: ClassVar = Rows
+    Arrived: ClassVar = Rows
     description: ClassVar = "symmetric memory"
     single_node: ClassVar = True
     bounded: ClassVar = True
 
     state: State
     routing: Routing
-    kept: Rows
+    arrived: Rows
     dim: int
     transfer: list[Tensor | None]  # tensors that the transfer in flight reads and writes, kept until it has ended
     sent: Sent | None = None  # in a forward
@@ -79,6 +79,8 @@ class SymmetricDispatch(Dispatch):
     def resume(cls, state: State, routing: Routing, route: Route, dim: int) -> "SymmetricDispatch":
         self = cls(route)
         self.state, self.routing = state, routing
+        if not is_tracing(routing.token_M):  # the second op of a backward may be interrupted before it sends
+            self.at = workspace.in_flight(route.group_name)
         return self
 
     def interrupted(self) -> None:
@@ -105,7 +107,7 @@ class SymmetricDispatch(Dispatch):
                 q, scale, *tokens = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)
             results = [*tokens, offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK, plan]
         self.transfer = [q, scale, *results]
-        self.kept, self.routing = Rows(*results[:2]), Routing(*results[2:6])
+        self.arrived, self.routing = Rows(*results[:2]), Routing(*results[2:6])
         self.state = State(sent_TK, *results[6:])
         return Pending(q, scale)
 
@@ -123,6 +125,7 @@ class SymmetricDispatch(Dispatch):
         return Pending(q, scale)
 
     def _begin(self, rows: Rows, sizes: Sizes) -> tuple[Workspace, ModuleType]:
+        self.at = None  # another exchange in flight is not this one's to interrupt
         self.at = workspace.begin(self.route.group_name, sizes, rows.q.device)
         return self.at, _impl(rows.q)
 
@@ -136,8 +139,8 @@ class SymmetricDispatch(Dispatch):
         self.transfer = []
 
     @staticmethod
-    def kept_rows(kept: Rows, dim: int, top_k: int) -> Rows:
-        return kept
+    def arrived_rows(arrived: Rows, dim: int, top_k: int) -> Rows:
+        return arrived
 
     # --- and back ---
 

@@ -228,7 +228,9 @@ class Workspace:
         if not self.interrupted or _is_capturing(self.memory.device):
             raise RuntimeError(
                 'dispatch = "symmetric": an exchange of this group has not ended; two layers are in flight at once, on '
-                'two streams or threads, or an error came between two ops; use dispatch = "all_to_all" for those'
+                "two streams or threads, an error came between two ops, or Inductor has put another layer between the "
+                "two ops of a backward (then set torch._inductor.config.reorder_for_peak_memory = False). Or use "
+                'dispatch = "all_to_all"'
             )
         # Ranks may have arrived for a combine that nobody waits for.
         if self.memory.is_cuda:
@@ -423,10 +425,15 @@ def _fits(workspace: Workspace, sizes: Sizes) -> bool:
     return has.tokens >= sizes.tokens and has._replace(tokens=0) == sizes._replace(tokens=0)
 
 
+def in_flight(group_name: str) -> Workspace | None:
+    """The workspace of the exchange in flight, if there is one."""
+    workspace = _current.get(group_name)
+    return workspace if workspace is not None and workspace.in_flight else None
+
+
 def current(group_name: str) -> Workspace:
     """The workspace of the exchange in flight."""
-    workspace = _current.get(group_name)
-    if workspace is None or not workspace.in_flight:
+    if (workspace := in_flight(group_name)) is None:
         raise RuntimeError('dispatch = "symmetric": a combine without its dispatch')
     return workspace
 

@@ -1,0 +1,99 @@
+"""FLOPs of the layers' ops, for torch.utils.flop_counter.
+
+All GEMMs count, for all rows of their buffers, padding included. A formula gets shapes in the place of an op's tensors.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+import titan_fp8moe.layer.experts  # noqa: F401  defines the ops, with those of group.py
+from titan_fp8moe.layer.saved import Inputs, LayerSpec, halfway_there, unpack
+from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.recipe import group_rows, padded, row_capacity
+from titan_fp8moe.spec import BackwardSpec, decode
+
+
+def _product_flops(rows: int, weights: Sequence[torch.Size | None]) -> int:
+    """FLOPs of the product of ``rows`` rows with each of the packed weights (E, N, K), whose padding counts."""
+    shapes = [shape for shape in weights[: len(ExpertWeights._fields)] if shape is not None]
+    return sum(2 * rows * padded(shape[1]) * padded(shape[2]) for shape in shapes)
+
+
+def _gate_up(weights: Sequence[torch.Size | None]) -> list[torch.Size | None]:
+    """The shapes of GEMM 1's weights, of the packed weights'."""
+    return [weights[0], weights[2]]
+
+
+@register_flop_formula([torch.ops.titan_fp8moe.feed_forward, torch.ops.titan_fp8moe.linear])
+def _group_flops(x_shape, weights, *_: Any, **__: Any) -> int:
+    """FLOPs of all GEMMs, padding included."""
+    return _product_flops(group_rows(x_shape[0]), weights)
+
+
+def _hidden_flops(rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec) -> int:
+    """FLOPs of the first half of an FFN's backward."""
+    again = [] if backward.keeps_hidden else _gate_up(weights)
+    return _product_flops(rows, [weights[1], *again])
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.feed_forward_hidden_gradients)
+def _ffn_hidden_flops(dy_shape, saved, needs_dx, dtype, weights, nan_flags, backward, **_: Any) -> int:
+    rows = group_rows(dy_shape[0])
+    dgrad = _product_flops(rows, _gate_up(weights)) if needs_dx else 0
+    return _hidden_flops(rows, weights, decode(BackwardSpec, backward)) + dgrad
+
+
+def _wgrad_flops(rows: int, weights: Sequence[torch.Size | None], needed: Sequence[Any]) -> int:
+    """FLOPs of an FFN's weight gradients. ``needed``: of w1, w2 and w3."""
+    w1, w2, w3 = needed
+    of_w13 = _product_flops(rows, _gate_up(weights)) if w1 or w3 else 0
+    return of_w13 + (_product_flops(rows, weights[1:2]) if w2 else 0)
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.feed_forward_weight_grads)
+def _ffn_wgrad_flops(halfway, saved, needs, weights, backward, **_: Any) -> int:
+    return _wgrad_flops(halfway[0][0], weights, needs)
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.linear_backward)
+def _linear_flops(dy_shape, saved, needs, dtype, weights, *_: Any, **__: Any) -> int:
+    return sum(needs) * _product_flops(group_rows(dy_shape[0]), weights)
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.routed_experts_forward)
+def _forward_flops(
+    x, scores, topk_ids, shared_scores, needs_grad, weights, shared_weights, biases, adapters, *_: Any, **__: Any
+) -> int:
+    """FLOPs of the layer's GEMMs, for the rows that buffers hold without expert parallelism, padding included."""
+    (T, K), E = topk_ids, weights[0][0]
+    rows = row_capacity(T * K, E)
+    of_lora = sum(2 * rows * N * K for _, N, K in adapters)
+    return _product_flops(rows, weights) + _product_flops(group_rows(T), shared_weights) + of_lora
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.routed_experts_hidden_gradients)
+def _layer_hidden_flops(
+    dout, saved, needs_dx, needs_dbias, weights, shared_weights, biases, adapters, flags, layer, out_shape
+) -> int:
+    spec, rows, shared_rows = decode(LayerSpec, layer), out_shape[0][0], group_rows(dout[0])
+    flops = _hidden_flops(rows, weights, spec.backward)
+    if spec.shared:
+        flops += _hidden_flops(shared_rows, shared_weights, spec.shared_backward)
+        flops += _product_flops(shared_rows, _gate_up(shared_weights)) if needs_dx else 0
+    return flops
+
+
+@register_flop_formula(torch.ops.titan_fp8moe.routed_experts_gradients)
+def _gradients_flops(
+    halfway, saved, needs, dim, dtype, weights, shared_weights, biases, adapters, layer, out_shape
+) -> int:
+    spec = decode(LayerSpec, layer)
+    needed = Inputs.of(needs, spec.expert.biased)
+    routed, shared = unpack(halfway_there(spec, needed.x, any(needed.biases or ())), iter(halfway))
+    rows = routed.dy.q[0]
+    flops = _product_flops(rows, _gate_up(weights)) if needed.x else 0
+    flops += _wgrad_flops(rows, weights, needed.weights)
+    return flops + (_wgrad_flops(shared.dy.q[0], shared_weights, needed.shared) if shared else 0)
