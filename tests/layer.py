@@ -73,18 +73,21 @@ def apply_layer(
     return run_layer(x, ids, scores, Experts(weights, config, expert=expert, **experts), ffn, meanwhile)
 
 
+FUNCTIONS = {
+    getattr(torch.ops.titan_fp8moe, name.removeprefix("_")).default: getattr(module, name)
+    for module, names in (
+        (experts, ("_routed_experts_forward", "_routed_experts_hidden_gradients", "_routed_experts_gradients")),
+        (group, ("_feed_forward", "_feed_forward_hidden_gradients", "_feed_forward_weight_grads")),
+        (group, ("_linear", "_linear_backward")),
+    )
+    for name in names
+}
+"""What the layers' ops are in Python, for modes that look into them."""
+
+
 class CastCounter(TorchDispatchMode):
     """Counts calls of this package's functions by name, and casts to fp8 outside of them. Looks into a layer's ops."""
 
-    _LOOKED_INTO: ClassVar = {
-        getattr(torch.ops.titan_fp8moe, name.removeprefix("_")).default: getattr(module, name)
-        for module, names in (
-            (experts, ("_routed_experts_forward", "_routed_experts_hidden_gradients", "_routed_experts_gradients")),
-            (group, ("_feed_forward", "_feed_forward_hidden_gradients", "_feed_forward_weight_grads")),
-            (group, ("_linear", "_linear_backward")),
-        )
-        for name in names
-    }
     _COUNTED: ClassVar = {
         (ops.quantize if name.endswith("_weights") else ops, name): function
         for name, function in (vars(ops) | vars(ops.quantize)).items()
@@ -113,10 +116,10 @@ class CastCounter(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in self._LOOKED_INTO:
+        if func in FUNCTIONS:
             self.ops[func.name().removeprefix("titan_fp8moe::")] += 1
             with self:
-                return self._LOOKED_INTO[func](*args)
+                return FUNCTIONS[func](*args)
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
             self.stray_casts.append(func.name())

@@ -168,7 +168,7 @@ def test_clear_all_reaches_frozen_tensors():
 @pytest.mark.parametrize("frozen", [False, True])
 def test_loading_a_state_dict_clears_a_modules_cache(make, frozen, monkeypatch):
     """Also where parameters have no versions, as under FSDP, and one value alone differs."""
-    monkeypatch.setattr(operands_module, "_identity", lambda weight: 0)
+    monkeypatch.setattr(operands_module, "tensor_key", lambda weight: 0)
     module = make(Fp8FlowMoEConfig(cache_weights=True)).requires_grad_(not frozen)
     inputs = [torch.randn(4, 128)]
     if isinstance(module, RoutedExperts):
@@ -233,9 +233,9 @@ def test_a_cache_tells_views_of_one_storage_apart():
 def test_no_other_tensor_has_the_identity_of_one_that_is_gone():
     """Allocators use addresses again, of records too."""
     copies = WeightCache().buffers([[torch.empty(1, 128, 128)]])
-    copies.note([[torch.randn(1, 128, 128)]])
-    ((address, *_),) = copies.key
-    assert all(torch.randn(1, 128, 128).untyped_storage()._cdata != address for _ in range(100))
+    copies.refresh(0, [torch.randn(1, 128, 128)], None)
+    (((storage, *_),),) = copies.keys
+    assert all(torch.randn(1, 128, 128).untyped_storage()._cdata != storage.cdata for _ in range(100))
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -293,11 +293,16 @@ def test_no_capture_makes_buffers(monkeypatch):
     cache, sizes = WeightCache(), [operands_module._sizes([torch.empty(2, 128, 128)])]
     with refused("fp8_flow_moe.cache_weights", "run it once before the capture", error=RuntimeError):
         cache._allocate(sizes, torch.device("cuda"))
-    weight = torch.empty(2, 128, 128)
-    copies = cache.buffers([[weight]])
-    assert copies.note([[weight]])
-    assert copies.note([[torch.empty(2, 128, 128)]])
-    assert not copies.note([[SimpleNamespace(is_cuda=True)]]) and copies.replayed
+    copies, forced = cache.buffers([[torch.empty(2, 128, 128)]]), []
+    monkeypatch.setattr(operands_module, "tensor_key", lambda w: (w, 0))
+    monkeypatch.setattr(
+        ops, "refresh_weight", lambda group, q, q_t, scale, state, steps, force, _: forced.append(force)
+    )
+    first, other = (SimpleNamespace(is_cuda=False, at=at) for at in range(2))
+    for weight in (first, first, other, SimpleNamespace(is_cuda=True), other):
+        assert not copies.replayed or weight is other
+        copies.refresh(0, [weight], None)
+    assert forced == [True, False, True, False, False] and copies.replayed
 
 
 @pytest.mark.gpu
@@ -355,8 +360,8 @@ def _train(layouts, whole, captured):
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 @pytest.mark.parametrize("save_h", ["bf16", "fp8"])
 def test_frozen_experts(recompute, save_h):
-    """Quantized once whatever the setting; same output and dx; only what dx needs is saved, and nothing of the weights
-    is computed."""
+    """Quantized once whatever the setting, where trained ones are once per GEMM that reads them; same output and dx;
+    only what dx needs is saved, and nothing of the weights is computed."""
     x, scores, ids, _ = make_layer(64)
     config = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
     experts = RoutedExperts(8, 256, 128, config=config, device=DEVICE)
@@ -371,7 +376,7 @@ def test_frozen_experts(recompute, save_h):
 
     want, trained, ops_trained = run()
     experts.requires_grad_(False)
-    assert ops_trained["quantize_weights"] == 4 and experts.cache.copies is None
+    assert ops_trained["quantize_weights"] == 4 + (recompute == "experts") and experts.cache.copies is None
     for _ in range(3):
         got, kept, counted = run()
         assert_equal(got, want)
@@ -491,6 +496,24 @@ def test_a_student_and_a_teacher_go_backward(kind, order):
     outs = [forward(module, used) for used in weights]
     for i in order:
         assert_equal(torch.autograd.grad(outs[i], inputs[0]), want[i])
+
+
+def test_a_backward_of_one_operand_leaves_the_other_to_the_next_forward():
+    """Without a gradient of x a backward makes only w2's copies again; those of gate and up stay a teacher's, which
+    here has the same values at all samples."""
+    module, (x, ids, scores) = _make("both", trained=True)
+    teacher = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for w in teacher.values():
+        unseen = torch.ones(w.numel(), dtype=torch.bool)
+        unseen[torch.arange(recipe.num_samples(w)) * recipe.sample_step(w) % w.numel()] = False
+        w.view(-1)[unseen] *= 3
+    inputs = x.detach(), ids, scores
+    out = module(*inputs)
+    want = out.detach().clone()
+    with torch.no_grad():
+        assert not torch.equal(torch.func.functional_call(module, teacher, inputs), want)
+    out.sum().backward()
+    assert torch.equal(module(*inputs), want)
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "stored"])

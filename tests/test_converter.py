@@ -451,7 +451,7 @@ def test_torchaos_quantize_gives_the_same_layers():
 def test_cached_weights_are_never_stale(monkeypatch, change):
     """Two microbatches share the quantized weights, then the weights change. All results equal those without the cache,
     also where parameters have no versions, as under FSDP. tests/test_cache.py has other changes."""
-    monkeypatch.setattr(operands, "_identity", lambda weight: 0)
+    monkeypatch.setattr(operands, "tensor_key", lambda weight: 0)
     tokens, results = torch.randint(0, 100, (2, 32)), []
     for flags in (["--fp8_flow_moe.cache_weights"], []):
         config = make_config(*flags)

@@ -104,7 +104,7 @@ def expert_calls(M, D, H, E):
 
     Without a recomputed operand, gradients of biases or h in fp8 kernels have no more: the first kind's stand for all.
     """
-    offsets_E, score_M, flag = meta(E, dtype=INT32), meta(M, dtype=FP32), meta(16, dtype=torch.uint8)
+    offsets_E, score_M = meta(E, dtype=INT32), meta(M, dtype=FP32)
     h, d = meta(M, 2 * H, dtype=BF16), meta(M, H, dtype=BF16)
     for dtype in (BF16, FP32):
         stored = meta(E, D - 64, 2 * H - 96, dtype=dtype).transpose(1, 2).chunk(2, 1)
@@ -132,11 +132,11 @@ def expert_calls(M, D, H, E):
             yield (
                 f"{encode(spec)} {keep_h}",
                 swiglu.swiglu_quantize,
-                (of_spec, score_M, offsets_E, encode(spec), keep_h, flag),
+                (of_spec, score_M, offsets_E, spec, keep_h),
             )
         for kept in ((of_spec, None), rows(*of_spec.shape))[spec is not SPECS[0] :]:
             for again in (False, True)[spec is not SPECS[0] :]:
-                args = (d, *kept, score_M, offsets_E, encode(spec), again, flag)
+                args = (d, *kept, score_M, offsets_E, spec, again)
                 yield f"{encode(spec)} backward {kept[0].dtype} {again}", swiglu.swiglu_quantize_backward, args
     b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
     for spec in SPECS:
@@ -145,26 +145,26 @@ def expert_calls(M, D, H, E):
         yield (
             f"{encode(spec)} biased",
             swiglu.swiglu_quantize,
-            (of_spec, score_M, offsets_E, encode(spec), True, flag, *bias),
+            (of_spec, score_M, offsets_E, spec, True, *bias),
         )
         for kept in ((of_spec, None), rows(*of_spec.shape)):
             for with_gradients in (False, True)[spec is not SPECS[0] :]:
                 output = b2, *rows_of_dy, with_gradients
-                args = (d, *kept, score_M, offsets_E, encode(spec), True, flag, *bias, *output)
+                args = (d, *kept, score_M, offsets_E, spec, True, *bias, *output)
                 yield f"{encode(spec)} backward biased {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     paired = next(spec for spec in SPECS if spec.activation == "clamped_swiglu")._replace(interleaved=True)
     pair_bias = meta(E, H, 2, dtype=BF16).unbind(2)
     for kept in ((h, None), rows(M, 2 * H)):
         for given in ((), pair_bias):
             output = given and (b2, *rows_of_dy, True)
-            args = (d, *kept, score_M, offsets_E, encode(paired), True, flag, *given, *output)
+            args = (d, *kept, score_M, offsets_E, paired, True, *given, *output)
             yield f"interleaved backward {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
     for given in ((), pair_bias):
-        yield "interleaved", swiglu.swiglu_quantize, (h, score_M, offsets_E, encode(paired), True, flag, *given)
+        yield "interleaved", swiglu.swiglu_quantize, (h, score_M, offsets_E, paired, True, *given)
     for keep_h in (False, True):
-        yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], encode(ExpertSpec()), keep_h)
+        yield f"no router {keep_h}", swiglu.swiglu_quantize, (h, None, offsets_E[:1], ExpertSpec(), keep_h)
     for kept in ((h, None), rows(M, 2 * H)):
-        args = (d, *kept, None, offsets_E[:1], encode(ExpertSpec()), True)
+        args = (d, *kept, None, offsets_E[:1], ExpertSpec(), True)
         yield f"no router, backward {kept[0].dtype}", swiglu.swiglu_quantize_backward, args
 
 

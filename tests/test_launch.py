@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tests.offline_compile import no_driver
 from titan_fp8moe.kernels import launch
+from titan_fp8moe.kernels.gemm import grouped_mm
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.recipe import E8M0, FP8
@@ -280,6 +281,16 @@ def test_launched_again_it_computes_and_refuses_memory_of_the_cpu():
 
 
 def test_a_cpu_is_no_hopper_unless_kernels_are_recorded():
-    assert not gemm_launch.is_hopper(BUFFER)
+    assert not grouped_mm.is_hopper(BUFFER)
     with launch.recording():
-        assert gemm_launch.is_hopper(BUFFER)
+        assert grouped_mm.is_hopper(BUFFER)
+
+
+def test_recordings_nest_and_others_see_a_trace():
+    """A trace within a recording adds to its list. Meta tensors, whose launches somebody reads, are no trace."""
+    with launch.recording() as outer:
+        with launch.recording() as inner:
+            assert inner is outer
+        assert launch.is_recording() and launch.is_tracing(torch.empty(1, device="cpu"))
+        assert not launch.is_tracing(torch.empty(1, device="meta"))
+    assert not launch.is_recording() and not launch.is_tracing(torch.empty(1, device="cpu"))

@@ -25,9 +25,11 @@ from torchtitan.models.moe.moe import FeedForward
 from torchtitan.tools.utils import set_default_dtype
 
 from tests.jobs import make_config, make_dims
+from tests.layer import FUNCTIONS
 from tests.processes import call
 from titan_fp8moe import routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.kernels import launch
 from titan_fp8moe.torchtitan import memory
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
@@ -223,13 +225,17 @@ def test_interleaved_stages_hold_their_warm_up_and_one(batch: int, rank: int, he
 
 
 class Allocated(TorchDispatchMode):
-    """Counts the bytes of all storages that ops see, until they are freed. A custom op is one op."""
+    """Counts the bytes of all storages that ops see, until they are freed. Looks into a layer's ops, where kernels
+    allocate their results."""
 
     def __init__(self):
         super().__init__()
         self.storages, self.peak = weakref.WeakValueDictionary(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in FUNCTIONS:
+            with self, launch.recording(), mock.patch.object(launch.Kernel, "_launch", _nothing):
+                return FUNCTIONS[func](*args)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
@@ -241,6 +247,10 @@ class Allocated(TorchDispatchMode):
     @property
     def held(self) -> int:
         return sum(storage.nbytes() for storage in list(self.storages.values()))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of a launch: what is recorded, and its arguments, would live on."""
 
 
 Forward = Callable[[], torch.Tensor]

@@ -10,6 +10,7 @@ from torchtitan.models.llama4.infra import parallelize
 from titan_fp8moe.torchtitan import parallel
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "titan_fp8moe"
 ROWS = re.findall(r"(?m)^\| (`[\w/]+\.py`[^|]*) \| ([^|]*) \| ([^|]*) \|$", (ROOT / "CONTRIBUTING.md").read_text())
 NAMES = [name for _, names, _ in ROWS for name in re.findall(r"`([\w.]+:[\w.]+)`", names)]
 
@@ -20,11 +21,22 @@ def test_what_is_listed_exists(name):
 
 
 def test_files_and_versions_are_named():
-    assert len(ROWS) == 27 and len(NAMES) > 15
+    assert len(ROWS) == 26 and len(NAMES) > 15
     for files, _, versions in ROWS:
         for file in re.findall(r"`([\w/.]+)`", files):
             assert (ROOT / "titan_fp8moe" / file).exists() or (ROOT / "titan_fp8moe/torchtitan" / file).exists(), file
         assert re.search(r"\d+\.\d+\.\d+", versions)
+
+
+def test_what_is_listed_is_used():
+    """In one of its row's files; a class of which attributes are used need not be named there."""
+    for files, names, _ in ROWS:
+        paths = [
+            folder / file for file in re.findall(r"`([\w/.]+)`", files) for folder in (PACKAGE, PACKAGE / "torchtitan")
+        ]
+        text = "".join(path.read_text() for path in paths if path.exists())
+        for name in re.findall(r"`([\w.]+:[\w.]+)`(?!, of which)", names):
+            assert re.split(r"[.:]", name)[-1] in text, f"{files}: {name}"
 
 
 def test_private_names_of_torch_are_listed():

@@ -239,21 +239,32 @@ def test_same_inputs_same_bits(deterministic):
 
 
 def test_flops_are_counted():
-    """Of all rows that there is room for; columns that are padded count."""
+    """Of all rows that there is room for; columns that are padded count. A backward multiplies twice as much,
+    besides the GEMM that it repeats."""
     x, scores, ids, weights = make_layer()
+    x.requires_grad_()
+    for w in weights:
+        w.requires_grad_()
     narrow = [w[:, :112] if i != 1 else w[:, :, :112] for i, w in enumerate(weights)]
     dense, part = (ExpertWeights(*(w[0] for w in ws)) for ws in (weights, narrow))
     lora = Lora(*(Adapter(w.new_zeros(E, 8, w.shape[2]), w.new_zeros(E, w.shape[1], 8), 1.0) for w in weights))
     rows, tokens, config = recipe.row_capacity(T * K, E), recipe.group_rows(T), Fp8FlowMoEConfig()
-    for layer, multiplied in (
-        (lambda: routed_experts(x, *weights, ids, scores), 3 * rows * H * D),
-        (lambda: routed_experts(x, *narrow, ids, scores), 3 * rows * H * D),
-        (lambda: routed_experts(x, *weights, ids, scores, lora=lora), 3 * rows * (H * D + 8 * (H + D))),
-        (lambda: routed_experts(x, *weights, ids, scores, shared=SharedExperts(*dense)), 3 * (rows + tokens) * H * D),
-        (lambda: feed_forward(x, dense, config), 3 * tokens * H * D),
-        (lambda: feed_forward(x, part, config), 3 * tokens * H * D),
-        (lambda: linear(x, dense.w1, config), tokens * H * D),
+    one, both = rows * H * D, (rows + tokens) * H * D
+    shared, again = SharedExperts(*dense), Fp8FlowMoEConfig(recompute="experts")
+    for layer, forward, backward in (
+        (lambda: routed_experts(x, *weights, ids, scores), 3 * one, 6 * one),
+        (lambda: routed_experts(x, *narrow, ids, scores), 3 * one, 6 * one),
+        (lambda: routed_experts(x, *weights, ids, scores, config=again), 3 * one, 8 * one),
+        (lambda: routed_experts(x, *weights, ids, scores, lora=lora), 3 * (one + 8 * rows * (H + D)), None),
+        (lambda: routed_experts(x, *weights, ids, scores, shared=shared), 3 * both, 6 * both),
+        (lambda: feed_forward(x, dense, config), 3 * tokens * H * D, 6 * tokens * H * D),
+        (lambda: feed_forward(x, part, config), 3 * tokens * H * D, 6 * tokens * H * D),
+        (lambda: linear(x, dense.w1, config), tokens * H * D, 2 * tokens * H * D),
     ):
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            layer()
-        assert counter.get_total_flops() == 2 * multiplied
+            out = layer()
+        assert counter.get_total_flops() == 2 * forward
+        if backward is not None:
+            with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+                out.sum().backward()
+            assert counter.get_total_flops() == 2 * backward

@@ -15,9 +15,6 @@ from titan_fp8moe import RoutedExperts, ops, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import fp8_gather
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
-from titan_fp8moe.layer.operands import backward_operands
-from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.spec import BackwardSpec
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 
 
@@ -58,6 +55,14 @@ def test_weights_that_come_quantized(recompute):
             assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+def test_gate_and_up_that_were_padded_as_one():
+    """The operand has padding behind each of the two."""
+    x, scores, chosen, (w1, w2, _) = make_layer()
+    fused, down = gathered(torch.randn(w1.shape[0], 160, w1.shape[2])), gathered(w2[:, :, :80])
+    with pytest.raises(ValueError, match="keep them as w1 and w3"):
+        routed_experts(x, fused, down, None, chosen, scores)
+
+
 def test_weights_that_come_quantized_have_no_other_values():
     weight = gathered(torch.randn(2, 128, 256))
     assert weight.view_as(weight).quantized is weight.quantized
@@ -93,13 +98,6 @@ def test_parameters_to_be_gathered_can_be_copied_and_saved():
     alive = weakref.ref(shard)
     del shard
     assert alive() is None
-
-
-@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-def test_gemm_1s_weights_are_quantized_again_only_to_repeat_it(recompute):
-    weights = ExpertWeights(*make_layer()[3])
-    operands = backward_operands(weights, None, None, BackwardSpec(recompute), weights.w1)
-    assert (operands.w13 is not None) == (recompute == "experts")
 
 
 def test_experts_of_one_seed():

@@ -9,7 +9,7 @@ import torch
 from tests.ranks import all_to_all, assert_equal, exchange_all, make_tokens, make_workspaces
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.dispatch.symmetric import exchange, kernels
-from titan_fp8moe.dispatch.symmetric.workspace import LATE, ROWS, TOKENS, Sizes, capacities
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, ROWS, TOKENS, Sizes, capacities
 
 
 @pytest.fixture(params=[exchange, kernels], ids=["specification", "kernels"])
@@ -163,17 +163,41 @@ def test_one_exchange_at_a_time():
         at.begin()
 
 
-def test_a_transfer_ends_before_the_memory_of_an_interrupted_layer(monkeypatch):
-    class Owner:
-        pass
-
+def test_a_transfer_ends_before_the_memory_of_an_interrupted_op(monkeypatch):
     (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
     joined = []
     monkeypatch.setattr(at, "join", lambda: joined.append(at.in_flight))
-    for ended in (True, False):
-        at.begin()
-        at.owned_by(owner := Owner())
-        if ended:
-            at.end()
-        del owner
+    at.begin()
+    at.interrupt()
     assert joined == [True]
+
+
+def test_an_interrupted_exchange_is_reset_with_all_ranks():
+    """By the next one, once: what ranks have arrived for before is forgotten between two barriers."""
+    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+    barriers = []
+    at.barrier = lambda: barriers.append((at.view("arrivals").any().item(), at.rounds.any().item()))
+    for interrupted in (True, False):
+        at.begin()
+        exchange.arrive(at, DISPATCH)
+        exchange.wait(at, DISPATCH)
+        exchange.arrive(at, COMBINE)
+        if interrupted:
+            at.interrupt()
+        else:
+            exchange.wait(at, COMBINE)
+            at.end()
+    assert barriers == [(True, True), (False, False)]
+    at.begin()
+    assert len(barriers) == 2 and torch.equal(at.view("arrivals")[:, 0], at.rounds)
+
+
+def test_an_error_between_two_ops_is_refused():
+    """Some ranks may not have met it: none resets its arrivals alone."""
+    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+    at.barrier = lambda: pytest.fail("a barrier that the other ranks do not reach")
+    at.begin()
+    at.interrupt()
+    at.interrupted = False  # of another rank
+    with pytest.raises(RuntimeError, match="an error came between two ops"):
+        at.begin()

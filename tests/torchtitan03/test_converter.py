@@ -158,7 +158,7 @@ def test_what_is_converted(caplog, door: str):
     assert kinds["layers.0.feed_forward"] is kinds["layers.3.moe.shared_experts"] is Fp8FlowFeedForward
     assert kinds["layers.2.moe"] is Fp8FlowMoE and kinds["layers.0.attention.wo"] is Fp8FlowLinear03
     assert kinds["layers.1.moe"] is not Fp8FlowMoE and kinds["layers.1.moe.shared_experts"] is not Fp8FlowFeedForward
-    assert [model.layers[i].moe.shared for i in "23"] == ["meanwhile", "fp8"]
+    assert [model.layers[i].moe.fp8_shared for i in "23"] == [False, True]
 
 
 @pytest.mark.parametrize("name, layers", [("qwen3_30b_a3b", 48), ("gpt_oss_120b", 36)])
@@ -469,10 +469,10 @@ def test_ffns_under_tensor_parallelism():
     job = make_job(both(set_("parallelism.tensor_parallel_degree", 2), EP2, gate))
     (part,) = [part for part in convert(job, 2) if part.reason is not None]
     assert part.name == "layers.2.moe.shared_experts" and "tensor parallelism places the gate" in part.reason
-    assert [moe.shared for moe in moes(job)] == 5 * ["apart"] and "layers.1.moe.shared_experts" in job.metrics.watched
+    assert [moe.fp8_shared for moe in moes(job)] == 5 * [False] and "layers.1.moe.shared_experts" in job.metrics.watched
     job = make_job(set_("parallelism.tensor_parallel_degree", 2))
     convert(job, 2)
-    assert [moe.shared for moe in moes(job)] == 5 * ["fp8"]
+    assert [moe.fp8_shared for moe in moes(job)] == 5 * [True]
     assert not any("shared" in name for name in job.metrics.watched)
 
 
@@ -571,7 +571,7 @@ def test_lora(door: str, converter: Any, experts: bool):
     assert of_experts == ({f"{prefix}_{f}.w{i}" for f in "ab" for i in (1, 2, 3)} if experts else set())
     attention = model.layers["2"].attention
     assert isinstance(attention.wo, Fp8FlowLinear03) and attention.wo.lora_a.weight.shape[0] == 4
-    assert type(attention.wkv_b) is Fp8FlowLinear03 and model.layers["2"].moe.shared == "meanwhile"
+    assert type(attention.wkv_b) is Fp8FlowLinear03 and not model.layers["2"].moe.fp8_shared
     assert type(model.layers["0"].feed_forward) is FeedForward
     assert {part.reason for part in plan} == {None, "FeedForward of Linear, LoRALinear, Linear"}
     with pytest.raises(ValueError, match="Fp8FlowConverter.Config|must be applied before LoRAConverter"):

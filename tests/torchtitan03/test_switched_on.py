@@ -55,7 +55,7 @@ def test_fused_swiglu():
     fused = "FusedSwiGLU of Linear, Linear, Linear"
     assert reasons == {"moe": None, "shared_experts": fused, "feed_forward": fused}
     layer = build(job).layers["1"].moe
-    assert type(layer) is Fp8FlowMoE and layer.shared == "meanwhile"
+    assert type(layer) is Fp8FlowMoE and not layer.fp8_shared
     assert type(layer.shared_experts).__name__ == "FusedSwiGLU" and isinstance(layer.shared_experts, FeedForward)
     job = by_registry()
     job.override.imports = [f"{FUSED}.fused_grouped_experts"]
