@@ -117,7 +117,7 @@ def routed_experts(
             default ``Fp8FlowMoEConfig()``.
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         score_before_experts: multiply the experts' input, not their output, by the score.
-        meanwhile: computes a tensor (T, D) that is added to the result, after the layer.
+        meanwhile: computes a tensor (T, D) that is added after the layer: the sum says the same.
         activation, activation_parameters: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`, and its parameters by
             name, such as ``"clamped_swiglu"`` with ``dict(limit=7, alpha=1.702, offset=1)``.
         b1, b2, b3: biases of gate (E, H), down (E, D) and up (E, H), all bf16 or all fp32. With ``w3`` None one ``b1``
@@ -140,7 +140,7 @@ def routed_experts(
     Example::
 
         scores, ids = router(x).softmax(-1).topk(2)
-        y = routed_experts(x, w1, w2, w3, ids, scores, meanwhile=lambda: shared_expert(x))
+        y = routed_experts(x, w1, w2, w3, ids, scores) + shared_expert(x)
     """
     if config is not None:
         require_config(config, "routed_experts", *RECIPE, *TRANSPORT)
