@@ -303,7 +303,7 @@ def test_names_of_wrapped_models(export, tmp_path, layer, root):  # noqa: F811
 
 
 def test_matrices_by_their_names(export, tmp_path):  # noqa: F811
-    """Of those that --quantize names, --filter-fqns takes some out. Sizes that servers may not expect are told."""
+    """Of those that --quantize names, --filter-fqns takes some out. It prints sizes that servers may not expect."""
     state = model() | {f"model.layers.{layer}.mlp.shared_experts.up_proj.weight": tensor(200, D) for layer in (0, 1)}
     options = ("--quantize", ".shared_experts.", "q_proj", "--filter-fqns", "layers.1.")
     said = export(write(tmp_path / "hf", state), tmp_path / "out", *options, "--verify")

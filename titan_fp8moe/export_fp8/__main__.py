@@ -58,7 +58,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> tuple[files.Plan, Path, list[str]]:
-    """What becomes of each tensor, the folder of the assets, and the keys of its config.json that were compared."""
+    """The plan for each tensor, the folder of the assets, and the keys of its config.json that were compared."""
     quantized_from, trained = args.quantized_from, ConfigValues()
     is_dcp = (args.source / ".metadata").exists()
     if args.config is not None:

@@ -144,7 +144,7 @@ def _hidden_there(backward: BackwardSpec) -> Any:
 def group_there(
     backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, hidden: bool = True
 ) -> SavedGroup:
-    """What :class:`SavedGroup` has; without ``hidden`` what is left after the backward's first op."""
+    """The parts of :class:`SavedGroup`; without ``hidden`` what is left after the backward's first op."""
     keeps: Any = backward.keeps_rows
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
     copies = _all(Generations) if kept else None
@@ -153,7 +153,7 @@ def group_there(
 
 @functools.cache
 def saved_there(spec: LayerSpec, hidden: bool = True) -> Saved:
-    """What :class:`Saved` has; without ``hidden`` what is left after the backward's first op."""
+    """The parts of :class:`Saved`; without ``hidden`` what is left after the backward's first op."""
     kind, backward, shared = BACKENDS[spec.route.backend], spec.backward, None
     if spec.shared:
         shares_q = backward.keeps_rows and not kind.travels
@@ -213,14 +213,14 @@ class Halfway(NamedTuple):
 
 
 def hidden_gradients_there(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
-    """What :class:`titan_fp8moe.layer.ffn.HiddenGradients` of an op has, apart from its last fields, ``more``."""
+    """The parts of an op's :class:`titan_fp8moe.layer.ffn.HiddenGradients`; ``more``: its last fields."""
     made = backward.weights != "frozen" and not backward.keeps_operand
     return HiddenGradients(_ROWS, _ROWS, _rows(made), cast(Any, scored), **more)
 
 
 @functools.cache
 def halfway_there(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway:
-    """What :class:`Halfway` has."""
+    """The parts of :class:`Halfway`."""
     routed = hidden_gradients_there(spec.backward, True, dbias=needs_dbias)
     shared = hidden_gradients_there(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
     return Halfway(routed, shared)
@@ -245,7 +245,7 @@ class Gradients(NamedTuple):
 
 
 def gradients_there(needs: Inputs) -> Gradients:
-    """What :class:`Gradients` has."""
+    """The parts of :class:`Gradients`."""
     x, topk_scores, _, _, shared_scores, weights, shared, biases, adapters = needs
     of_weights = weight_grads_there(weights), weight_grads_there(shared)
     return Gradients(x, topk_scores, shared_scores, *of_weights, biases, tuple(adapters))
