@@ -77,7 +77,7 @@ def exchange_all(
     M, C = capacities(T, K, N, sizes.num_local, factor)
     sent = [ops.dispatch_routing(t.ids, N, sizes.num_local) for t in tokens]
     for at, t, (_, token_C, counts_N) in zip(workspaces, tokens, sent, strict=True):
-        impl.publish(at, t.q, t.scale, (t.ids, t.scores), (token_C, counts_N, (M, C)))
+        impl.publish(at, t.q, t.scale, (t.ids, t.scores, token_C, counts_N, M, C))
     state = []
     for at in workspaces:
         plan = impl.plan(at)
@@ -93,7 +93,7 @@ def exchange_all(
         impl.wait(at, COMBINE)
         outs.append(ops.unpermute_sum(at.sums(dim or sizes.dim), sent_TK, torch.float32))
     for at, t in zip(workspaces, tokens, strict=True):
-        impl.publish(at, *gradient(t), None, None)
+        impl.publish(at, *gradient(t), None)
     for n, at in enumerate(workspaces):
         impl.wait(at, DISPATCH)
         plan, token_C, pair_CK, _, offsets, token_M, _, row_CK = state[n]

@@ -174,13 +174,12 @@ def symmetric_calls(N, D, E, T):
     at = Workspace(sizes, N - 1, [meta(sizes.nbytes, dtype=torch.uint8)] * N, lambda: 60.0)
     M, C = capacities(T, TOP_K, N, E, 1.5)
     q, scale, ids_TK = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0), meta(T, TOP_K, dtype=torch.int64)
-    sent = meta(sizes.sent, dtype=INT32), meta(N, 3 + E, dtype=INT32), (M, C)
+    sent = meta(sizes.sent, dtype=INT32), meta(N, 3 + E, dtype=INT32), M, C
     plan, token_C, row_CK = meta(2, N + 1, dtype=INT32), meta(C, dtype=INT32), meta(C, TOP_K, dtype=INT32)
     token_M, offsets_E = meta(M, dtype=INT32), meta(E, dtype=INT32)
     for ids in (ids_TK, ids_TK.int()):
-        pairs = ids, meta(T, TOP_K, dtype=FP32)
-        yield f"publish {ids.dtype}", kernels.publish, (at, q, scale, pairs, sent)
-    yield "publish gradients", kernels.publish, (at, q, scale, None, None)
+        yield f"publish {ids.dtype}", kernels.publish, (at, q, scale, (ids, meta(T, TOP_K, dtype=FP32), *sent))
+    yield "publish gradients", kernels.publish, (at, q, scale, None)
     yield "wait", kernels.wait, (at, 1)
     yield "plan", kernels.plan, (at,)
     yield "pull_routing", kernels.pull_routing, (at, plan, M, C)

@@ -139,7 +139,7 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], objec
     at.in_flight = False
 
     def dispatch() -> tuple[Tensor, Tensor, Tensor]:
-        kernels.publish(at, q, scale, (layer.ids, layer.scores.detach()), (token_C, counts_N, (M, C)))
+        kernels.publish(at, q, scale, (layer.ids, layer.scores.detach(), token_C, counts_N, M, C))
         plan = kernels.plan(at)
         offsets_E, token_M, _, row_CK, arrived_C, pair_CK = kernels.pull_routing(at, plan, M, C)
         kernels.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)

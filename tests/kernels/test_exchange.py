@@ -126,7 +126,7 @@ def test_tokens_fill_the_room_exactly_or_are_too_many(impl, device, more):
         ids = torch.tensor([[0, -1]]).repeat(arriving, 1).to(device)
         tokens = make_tokens(sizes, ids)
         _, token_C, counts_N = ops.dispatch_routing(ids, 2, 1)
-        impl.publish(at, tokens.q, tokens.scale, (ids, tokens.scores), (token_C, counts_N, (1024, C)))
+        impl.publish(at, tokens.q, tokens.scale, (ids, tokens.scores, token_C, counts_N, 1024, C))
     for at in workspaces:
         impl.plan(at)
         assert int(at.overflow) == more

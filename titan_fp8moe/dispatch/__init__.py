@@ -33,13 +33,8 @@ _evenly = False
 def check_member(ep_group: Any) -> None:
     """Raises ValueError for what is no process group, such as the number that ``new_group`` returns to ranks outside
     the group."""
-    if isinstance(ep_group, int):  # GroupMember.NON_GROUP_MEMBER
-        raise ValueError(
-            f"ep_group is {ep_group}, a group that this rank is not in; keep the group of new_group's calls that has "
-            "this rank, or use dist.new_subgroups or device_mesh.get_group()"
-        )
     if ep_group is not None and not isinstance(ep_group, dist.ProcessGroup):
-        raise ValueError(f'ep_group must be a process group, such as mesh.get_group("ep"), got {ep_group!r}')
+        raise ValueError(f'ep_group must be a process group of this rank, as mesh.get_group("ep"), got {ep_group!r}')
 
 
 @contextmanager

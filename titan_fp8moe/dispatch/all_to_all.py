@@ -42,12 +42,9 @@ class AllToAllDispatch(base.Dispatch):
     description: ClassVar = "all-to-all"
     syncs_host: ClassVar = True
 
-    routing: Routing
-    arrived: Arrived
     dim: int
-    pairs: Pairs | None = None  # in a forward, as are the next two
+    pairs: Pairs | None = None  # in a forward, as is the next
     counts_copied: torch.cuda.Event | None
-    signature: int
 
     def __init__(self, state: State, route: Route):
         self.state, self.route, self.group_name = state, route, route.group_name
@@ -61,9 +58,9 @@ class AllToAllDispatch(base.Dispatch):
         one_each = [1] * route.num_ranks
         received_N = ops.wait(ops.start_all_to_all(counts_N.view(torch.uint8), one_each, one_each, route.group_name))
         counts = torch.stack([counts_N, received_N.view(torch.int32)])
-        counts = _any_counts(counts, signature) if counts.is_meta else counts.to("cpu", non_blocking=True)
+        counts = _any_counts(counts) if counts.is_meta else counts.to("cpu", non_blocking=True)
         self = cls(State(sent_TK, token_C, counts), route)
-        self.pairs, self.signature = pairs, signature
+        self.pairs = pairs
         self.counts_copied = torch.cuda.Event() if counts_N.is_cuda else None
         if self.counts_copied is not None:
             self.counts_copied.record()
@@ -117,8 +114,8 @@ class AllToAllDispatch(base.Dispatch):
             ValueError: ranks have different settings, or a rank has too many rows.
         """
         ids_TK, _, num_local = cast(Pairs, self.pairs)
-        received_N = self.state.counts[1].tolist()
-        mine = self.signature | GRADIENTS_NEEDED
+        (sent, *_), received_N = self.state.counts.tolist()
+        mine = sent[-1] | GRADIENTS_NEEDED
         if others := [rank for rank, counts in enumerate(received_N) if counts[-1] | GRADIENTS_NEEDED != mine]:
             raise ValueError(
                 f"ranks {others} of the expert-parallel group call this layer with another top_k, model dim, dtype or "
@@ -159,11 +156,9 @@ class AllToAllDispatch(base.Dispatch):
         return Returned(*ops.unpermute_gradients(rows, cast(Tensor, ds), sent_TK, dtype, addend_RD))
 
 
-def _any_counts(counts: Tensor, signature: int) -> Tensor:
+def _any_counts(counts: Tensor) -> Tensor:
     """Dispatch counts in the place of meta ones: kernels are compiled ahead, and none depends on them."""
-    counts = torch.ones(counts.shape, dtype=counts.dtype, device="cpu")
-    counts[:, :, -1] = signature
-    return counts
+    return torch.ones_like(counts, device="cpu")
 
 
 def _arriving_rows(counts_N: list[list[int]]) -> tuple[int, int]:

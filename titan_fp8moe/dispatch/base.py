@@ -83,7 +83,6 @@ class Dispatch(Protocol):
         description: for logs.
         travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
         syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
-        single_node: whether all ranks must be on one node.
         bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
         state, routing, arrived: of the experts of this rank; in a forward, after :meth:`receive`.
 
@@ -91,11 +90,10 @@ class Dispatch(Protocol):
     """
 
     State: ClassVar[type]
-    Arrived: ClassVar[type]
+    Arrived: ClassVar[type] = Rows
     description: ClassVar[str]
     travels: ClassVar[bool] = True
     syncs_host: ClassVar[bool] = False
-    single_node: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
 
     state: Any
@@ -116,7 +114,7 @@ class Dispatch(Protocol):
         """Continues a forward's dispatch in its backward, from its ``state`` and ``routing``. ``dim`` is D."""
 
     def interrupted(self) -> None:
-        """Called where an error ends the op of this dispatch, whose transfers others may wait for."""
+        """Called when an error ends the op between two verbs, while other ranks may wait."""
 
     def send(self, rows: Rows) -> Pending:
         """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""
@@ -127,6 +125,7 @@ class Dispatch(Protocol):
     @staticmethod
     def arrived_rows(arrived: Any, dim: int, top_k: int) -> Rows:
         """One quantized row per token that arrived in the forward, from its ``arrived``."""
+        return arrived
 
     def returns_gradients(self, needs_dx: bool) -> bool:
         """Whether a backward must compute gradients of tokens, which this rank does or does not need."""

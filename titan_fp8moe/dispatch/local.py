@@ -19,12 +19,9 @@ class LocalDispatch(Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
-    Arrived: ClassVar = Rows
-    description: ClassVar = "none"
     travels: ClassVar = False
 
     state: State = State()
-    arrived: Rows
     bias: RowBias | None = None
 
     def __init__(self, pairs: Pairs | None, check_ids: bool, routing: Routing | None):
@@ -50,10 +47,6 @@ class LocalDispatch(Dispatch):
             self.routing = Routing(*ops.expert_routing(ids_TK, scores_TK, E, capacity, self.check_ids))
             self.arrived = rows
         return in_expert_order(rows, self.routing)
-
-    @staticmethod
-    def arrived_rows(arrived: Rows, dim: int, top_k: int) -> Rows:
-        return arrived
 
     def returns_gradients(self, needs_dx: bool) -> bool:
         return needs_dx

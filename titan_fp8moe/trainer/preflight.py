@@ -249,7 +249,7 @@ def ranks_of_a_node() -> int | None:
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """A backend may need all ranks of a group on one node; and it needs such a group."""
-    if config.dispatch == "auto" or not config.backend.single_node:  # auto may be on symmetric memory, of another job
+    if config.dispatch == "auto" or config.dispatch != "symmetric":  # auto may be on symmetric memory, of another job
         return
     local_ranks, ranks = ranks_of_a_node(), layout.expert_shards * layout.hidden_dim_shards
     if layout.expert_shards == 1:

@@ -38,30 +38,16 @@ class State(NamedTuple):
     plan: Tensor
 
 
-class Sent(NamedTuple):
-    """A forward before it has received: the router's choice, and all of ``dispatch_routing``."""
-
-    pairs: Pairs
-    sent_TK: Tensor
-    token_C: Tensor
-    counts_N: Tensor
-
-
 class SymmetricDispatch(Dispatch):
     """See :class:`titan_fp8moe.dispatch.base.Dispatch`."""
 
     State: ClassVar = State
-    Arrived: ClassVar = Rows
     description: ClassVar = "symmetric memory"
-    single_node: ClassVar = True
     bounded: ClassVar = True
 
     state: State
-    routing: Routing
-    arrived: Rows
     dim: int
-    transfer: list[Tensor | None]  # tensors that the transfer in flight reads and writes, kept until it has ended
-    sent: Sent | None = None  # in a forward
+    sent: tuple[Pairs, Tensor, Tensor, Tensor] | None = None  # in a forward: also what dispatch_routing returns
     at: Workspace | None = None  # of the exchange in flight
 
     def __init__(self, route: Route):
@@ -72,7 +58,7 @@ class SymmetricDispatch(Dispatch):
         (T, K), N, E = pairs.topk_ids_TK.shape, route.num_ranks, pairs.num_local
         check_rows("this rank", T * K, capacities(T, K, N, E, route.capacity)[0], E, T * min(K, N))
         self = cls(route)
-        self.sent = Sent(pairs, *ops.dispatch_routing(pairs.topk_ids_TK, N, E, signature, check_ids))
+        self.sent = pairs, *ops.dispatch_routing(pairs.topk_ids_TK, N, E, signature, check_ids)
         return self
 
     @classmethod
@@ -99,14 +85,14 @@ class SymmetricDispatch(Dispatch):
             q, scale, *results = _arriving(rows, counts_N, scores_TK, M, C)
         else:
             at, impl = self._begin(rows, Sizes(N, T, D, K, E))
-            impl.publish(at, *rows, (ids_TK, scores_TK), (token_C, counts_N, (M, C)))
+            impl.publish(at, *rows, (ids_TK, scores_TK, token_C, counts_N, M, C))
             with at.beside():
                 plan = impl.plan(at)
                 at.planned()
                 offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK = impl.pull_routing(at, plan, M, C)
                 q, scale, *tokens = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, True)
             results = [*tokens, offsets_E, token_M, score_M, row_CK, arrived_C, pair_CK, plan]
-        self.transfer = [q, scale, *results]
+            at.scratch += [q, scale, *results]
         self.arrived, self.routing = Rows(*results[:2]), Routing(*results[2:6])
         self.state = State(sent_TK, *results[6:])
         return Pending(q, scale)
@@ -117,11 +103,11 @@ class SymmetricDispatch(Dispatch):
         if is_tracing(rows.q):
             return Pending(*empty_rows(rows.q, M, D))
         at, impl = self._begin(rows, Sizes(self.route.num_ranks, T, D, row_CK.shape[1], offsets_E.shape[0]))
-        impl.publish(at, *rows, None, None)
+        impl.publish(at, *rows, None)
         with at.beside():
             impl.wait(at, DISPATCH)
             q, scale, *_ = impl.pull_rows(at, plan, arrived_C, row_CK, token_M, offsets_E, False)
-        self.transfer = [q, scale]
+        at.scratch += [q, scale]
         return Pending(q, scale)
 
     def _begin(self, rows: Rows, sizes: Sizes) -> tuple[Workspace, ModuleType]:
@@ -130,17 +116,9 @@ class SymmetricDispatch(Dispatch):
         return self.at, _impl(rows.q)
 
     def receive(self, pending: Pending) -> Rows:
-        self._join()
-        return Rows(*cast(Any, pending[:2]))
-
-    def _join(self) -> None:
         if self.at is not None:
             self.at.join()
-        self.transfer = []
-
-    @staticmethod
-    def arrived_rows(arrived: Rows, dim: int, top_k: int) -> Rows:
-        return arrived
+        return Rows(*cast(Any, pending[:2]))
 
     # --- and back ---
 
@@ -152,19 +130,19 @@ class SymmetricDispatch(Dispatch):
         y_MD, (_, _, pair_CK, plan) = cast(Tensor, y_MD), self.state
         self.dim = y_MD.shape[1]
         if not is_tracing(y_MD):
-            self.at, impl = workspace.current(self.route.group_name), _impl(y_MD)
-            self.transfer = [y_MD, ds_M, *(bias or ())]
-            with self.at.beside():
-                impl.push_sums(self.at, plan, y_MD, ds_M, self.routing.row_TK, pair_CK, *(bias or ()))
-                impl.wait(self.at, COMBINE)
+            at, impl = cast(Workspace, self.at), _impl(y_MD)
+            at.scratch += [y_MD, ds_M, *(bias or ())]
+            with at.beside():
+                impl.push_sums(at, plan, y_MD, ds_M, self.routing.row_TK, pair_CK, *(bias or ()))
+                impl.wait(at, COMBINE)
         return Pending(None, with_gradients=ds_M is not None)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
         at, sent_TK = self.at, self.state.sent_TK
-        self._join()
         if at is None:  # traced
             out, scores = sent_TK.new_empty(sent_TK.shape[0], self.dim, dtype=dtype), sent_TK.float()
             return Returned(out, scores if pending.with_gradients else None)
+        at.join()
         sums = at.sums(self.dim)
         if pending.with_gradients:
             returned = ops.unpermute_gradients(sums, at.view("score_gradients"), sent_TK, dtype, addend_RD)

@@ -27,34 +27,28 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
-from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, ROWS, TOKENS, UNLIKE, Workspace, raise_late
+from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, ROWS, TOKENS, UNLIKE, Workspace
 from titan_fp8moe.recipe import E8M0, FP8, ROW_ALIGN, SCALE_TILE
 
 _POLL_S = 2e-5
 
 
 def publish(
-    workspace: Workspace,
-    q_TD: Tensor,
-    scale: Tensor,
-    pairs: tuple[Tensor, Tensor] | None,
-    sent: tuple[Tensor, Tensor, tuple[int, int]] | None,
+    workspace: Workspace, q_TD: Tensor, scale: Tensor, sent: tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None
 ) -> None:
     """Copies a rank's tokens to its workspace, and arrives.
 
     Args:
         q_TD, scale: (T, D) e4m3 and (T, D // 128) e8m0.
-        pairs: topk_ids_TK and topk_scores_TK; None in a backward.
-        sent: token_C and counts_N of :func:`titan_fp8moe.recipe.dispatch_routing`, and the capacities M and C; None in
-            a backward, where they are those of the forward.
+        sent: topk_ids_TK, topk_scores_TK, token_C and counts_N of :func:`titan_fp8moe.recipe.dispatch_routing`, and the
+            capacities M and C; None in a backward, where they are those of the forward.
     """
     T = q_TD.shape[0]
     workspace.view("q").view(torch.uint8)[:T] = q_TD.view(torch.uint8)
     workspace.view("scale").view(torch.uint8)[:T] = scale.view(torch.uint8)
-    if pairs is not None:
-        workspace.view("ids")[:T], workspace.view("scores")[:T] = pairs
     if sent is not None:
-        token_C, counts_N, capacity = sent
+        ids_TK, scores_TK, token_C, counts_N, *capacity = sent
+        workspace.view("ids")[:T], workspace.view("scores")[:T] = ids_TK, scores_TK
         workspace.view("token")[: token_C.shape[0]] = token_C
         workspace.view("counts").copy_(counts_N)
         workspace.view("capacity").copy_(torch.tensor(capacity, dtype=torch.int32, device="cpu"))
@@ -74,7 +68,8 @@ def wait(workspace: Workspace, channel: int) -> None:
     deadline = time.monotonic() + workspace.timeout_s()
     while int(arrivals.min()) < wanted:
         if time.monotonic() > deadline:
-            raise_late(workspace, arrivals.tolist(), wanted)
+            workspace.report[LATE] = (arrivals < wanted).int()
+            workspace.check_arrivals()
         time.sleep(_POLL_S)
 
 

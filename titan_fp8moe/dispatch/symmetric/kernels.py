@@ -40,7 +40,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, R
 from titan_fp8moe.kernels.launch import Kernel
 from titan_fp8moe.kernels.permute import load_output_bias
 from titan_fp8moe.kernels.routing import FILL_BLOCK, blocks_of_tokens, mark_padding, place_rows
-from titan_fp8moe.kernels.sizes import cdiv, next_power_of_2
+from titan_fp8moe.kernels.sizes import cdiv, empty_rows, next_power_of_2
 from titan_fp8moe.recipe import E8M0, FP8, SCALE_TILE
 
 COPY_BYTES, COPY_CTAS = 16384, 256
@@ -98,7 +98,6 @@ def _publish_kernel(
     if ids is not None:
         _copy(ids, to_ids, count * K, BYTES // 8)
         _copy(scores, to_scores, count * K, BYTES // 8)
-    if counts_N is not None:
         _copy(token_C, to_token, tl.full((), P, tl.int64), BYTES // 8)
         _copy(counts_N, to_counts, tl.full((), COUNTS, tl.int64), 128)
         if tl.program_id(0) == 0:
@@ -108,16 +107,11 @@ def _publish_kernel(
 
 
 def publish(
-    workspace: Workspace,
-    q_TD: Tensor,
-    scale: Tensor,
-    pairs: tuple[Tensor, Tensor] | None,
-    sent: tuple[Tensor, Tensor, tuple[int, int]] | None,
+    workspace: Workspace, q_TD: Tensor, scale: Tensor, sent: tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None
 ) -> None:
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.publish`. All tensors are contiguous."""
     (T, D), K = q_TD.shape, workspace.sizes.top_k
-    ids, scores = (None, None) if pairs is None else pairs
-    token_C, counts_N, (M, C) = (None, None, (0, 0)) if sent is None else sent
+    ids, scores, token_C, counts_N, M, C = sent or (None, None, None, None, 0, 0)
     assert all(t.is_contiguous() for t in (q_TD, scale, ids, scores, token_C, counts_N) if t is not None)
     names = ("q", "scale", "ids", "scores", "token", "counts", "capacity")
     _publish_kernel[(max(min(cdiv(T * D, COPY_BYTES), COPY_CTAS), 1),)](
@@ -448,8 +442,7 @@ def pull_rows(
     unwritten."""
     sizes, M, C, device = workspace.sizes, token_M.shape[0], token_C.shape[0], plan.device
     D, tiles = sizes.dim, sizes.dim // SCALE_TILE
-    out = torch.empty(M, D, dtype=FP8, device=device)
-    out_scale = torch.empty(tiles, M, dtype=E8M0, device=device)
+    out, out_scale = empty_rows(plan, M, D)
     kept = torch.empty((C, D) if keep else 0, dtype=FP8, device=device)
     kept_scale = torch.empty((C, tiles) if keep else 0, dtype=E8M0, device=device)
     ctas, constants = _work(workspace, PULL, D)
@@ -458,7 +451,7 @@ def pull_rows(
         row_CK, token_M, offsets_E, out, out_scale, *((kept, kept_scale) if keep else (None, None)), M, workspace.rank,
         E=sizes.num_local, TILES=next_power_of_2(tiles), **constants,
     )  # fmt: skip
-    return out, out_scale.t(), kept, kept_scale
+    return out, out_scale, kept, kept_scale
 
 
 @triton.jit

@@ -164,7 +164,7 @@ class Workspace:
             self._forked, self._moved = torch.cuda.Event(), torch.cuda.Event()
         self.in_flight = self.interrupted = self.captured = False
         self.mapped: Any = None
-        self.barrier: Callable[[], None] = _nobody
+        self.barrier: Callable[[], None] = lambda: None
         self._views: dict[tuple[str, int], Tensor] = {}
         self._planned = [torch.cuda.Event()] if device.type == "cuda" else []  # one of eager steps, others of graphs
         Workspace._all.add(self)
@@ -312,19 +312,8 @@ def _transfers(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _nobody() -> None:
-    return None
-
-
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def raise_late(workspace: Workspace, seen: list[int], wanted: int) -> None:
-    """Reports the ranks that have arrived less than ``wanted`` times, and raises RuntimeError."""
-    for n, count in enumerate(seen):
-        workspace.report[LATE, n] = int(count < wanted)
-    workspace.check_arrivals()
 
 
 def check_room() -> None:
@@ -398,10 +387,8 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
         return workspace
     group = resolve(group_name)
     workspaces = _workspaces.setdefault(group, [])
-    for workspace in workspaces:
-        if _fits(workspace, sizes):
-            break
-    else:
+    workspace = next((w for w in workspaces if _fits(w, sizes)), None)
+    if workspace is None:
         if _is_capturing(device):
             raise RuntimeError(
                 f'dispatch = "symmetric" has no workspace yet for {sizes}, and cannot make one while a CUDA graph is '
@@ -429,13 +416,6 @@ def in_flight(group_name: str) -> Workspace | None:
     """The workspace of the exchange in flight, if there is one."""
     workspace = _current.get(group_name)
     return workspace if workspace is not None and workspace.in_flight else None
-
-
-def current(group_name: str) -> Workspace:
-    """The workspace of the exchange in flight."""
-    if (workspace := in_flight(group_name)) is None:
-        raise RuntimeError('dispatch = "symmetric": a combine without its dispatch')
-    return workspace
 
 
 def _is_destroyed(group: dist.ProcessGroup) -> bool:
