@@ -148,8 +148,6 @@ def test_the_reference_is_not_compared_with_itself(gpu):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_without_a_gpu(capsys):
-    with refused("there is no GPU", error=RuntimeError):
-        self_check.self_check()
     assert doctor.main() == 0
     said = capsys.readouterr().out
     why = "for CUDA, but its driver finds no GPU" if torch.version.cuda else "without CUDA"

@@ -13,14 +13,13 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from experiments.reference import moe_layer, relative_error
-from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, gradients, make_layer, run
+from tests.layer import DEVICE, CastCounter, D, E, H, T, apply_layer, gradients, make_layer, run
 from tests.specs import SPECS
 from titan_fp8moe import RoutedExperts, dispatch, ops, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import checks, experts, group
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.run import _warn_once
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn import grouped_mm
 from titan_fp8moe.recipe import TRANSPOSE_MODES, row_capacity
@@ -289,17 +288,15 @@ def test_fused_gate_and_up(recompute, monkeypatch):
         assert torch.equal(a, b)
 
 
-def test_bf16_scores_warn_once():
+def test_bf16_scores_warn():
     x, scores, chosen, weights = make_layer()
     compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
     module = RoutedExperts(E, D, H, device=DEVICE)
     for layer in (routed_experts, compiled, lambda x, w1, w2, w3, *pairs: module(x, *pairs)):
-        _warn_once.cache_clear()
-        with pytest.warns(UserWarning, match="compute them in fp32") as caught:
-            got = [layer(x, *weights, chosen, scores.bfloat16()) for _ in range(2)]
-        assert len(caught) == 1
-    got = [routed_experts(x, *weights, chosen, scores.bfloat16())]
-    assert torch.equal(got[0], routed_experts(x, *weights, chosen, scores.bfloat16().float()))
+        with pytest.warns(UserWarning, match="compute them in fp32"):
+            got = layer(x, *weights, chosen, scores.bfloat16())
+        if layer is routed_experts:
+            assert torch.equal(got, routed_experts(x, *weights, chosen, scores.bfloat16().float()))
 
 
 def test_routing_tensors_reach_the_op_contiguous(monkeypatch):
@@ -324,12 +321,12 @@ def test_another_than_the_current_device_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     there = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
     with pytest.raises(ValueError, match="x is on cuda:1, .* call torch.cuda.set_device"):
-        checks.check_caller(there)
+        checks.check_device(there)
     there.device = torch.device("cuda", 0)
-    checks.check_caller(there)
+    checks.check_device(there)
     checked = []
     for module in (checks, grouped_mm, group):
-        monkeypatch.setattr(module, "check_caller", checked.append)
+        monkeypatch.setattr(module, "check_device", checked.append)
     routed_experts(x, *weights, chosen, scores)
     grouped_mm.grouped_mm(x.bfloat16(), weights[0].mT, torch.tensor([T] * E, dtype=torch.int32, device=DEVICE))
     feed_forward(x, ExpertWeights(*(w[0] for w in weights)), Fp8FlowMoEConfig())
@@ -358,12 +355,9 @@ def test_emulation_on_a_gpu():
     ("name", "change", "message"),
     [
         ("x", lambda x: x[1:], "x must be (T, D)"),
-        ("x", lambda x: x.cpu().numpy(), "must be tensors; got ndarray, Tensor, Tensor; use torch.as_tensor"),
-        ("chosen", torch.Tensor.tolist, "must be tensors; got Tensor, list, Tensor"),
-        ("scores", lambda s: s.cpu().numpy(), "must be tensors; got Tensor, Tensor, ndarray"),
         ("x", torch.Tensor.half, "x must be bf16 or fp32"),
         ("scores", lambda s: s.repeat(1, 2), "topk_ids and topk_scores (T, K)"),
-        ("scores", torch.Tensor.half, "topk_scores must be fp32"),
+        ("scores", torch.Tensor.half, "topk_scores fp32 (torch.topk returns scores, then ids)"),
         ("chosen", lambda c: c[:, 0], "topk_ids and topk_scores (T, K)"),
         ("chosen", torch.Tensor.byte, "topk_ids must be int32 or int64"),
         ("w1", lambda w: w[0], "w1 (E, H, D)"),
@@ -381,15 +375,6 @@ def test_inputs_that_do_not_fit_are_refused(name, change, message):
     inputs[name] = change(inputs[name])
     with pytest.raises(ValueError, match=re.escape(message)):
         routed_experts(*inputs.values())
-
-
-def test_swapped_ids_and_scores_are_refused():
-    """As torch.topk returns them."""
-    x, _, _, weights = make_layer()
-    scores, ids = torch.rand(T, E).topk(K)
-    for args in ((scores, ids), (scores, ids.float()), (ids, ids)):
-        with pytest.raises(ValueError, match=r"experts take \(ids, scores\)"):
-            routed_experts(x, *weights, *args)
 
 
 @pytest.mark.parametrize("wrong", [E, -2, 2**31 - 1, 2**40])

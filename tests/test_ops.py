@@ -291,7 +291,7 @@ def endless(monkeypatch):
         begin(self)
 
     monkeypatch.setattr(workspace.Workspace, "begin", begin_again)
-    monkeypatch.setattr(workspace, "current", lambda name: workspace._current[name])
+    monkeypatch.setattr(workspace, "in_flight", lambda name: workspace._current.get(name))
 
 
 @pytest.mark.parametrize("kind", ["plain", "biased", "shared", "frozen", "kept"])

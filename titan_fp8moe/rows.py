@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Quantized rows: ``q`` (M, D) e4m3, ``scale`` (M, D // 128) e8m0."""
+    """Quantized rows: ``q`` (M, D) e4m3, ``scale`` (M, D // 128) e8m0, which is column-major in expert order."""
 
     q: Tensor
     scale: Tensor
@@ -65,7 +65,8 @@ class RowBias(NamedTuple):
 
 X, DY = range(2)
 """The rows of a layer's flags, (2, 16) uint8: of its input, and of its output's gradient. The first byte of a row is 1
-if the operand held a NaN or Inf when it was quantized. Rows are as long as the alignment by which Triton specializes.
+if the operand held a NaN or Inf when it was quantized. A row has 16 bytes, so that both are aligned alike and Triton
+compiles one kernel. :mod:`titan_fp8moe.trainer.nan_watch` makes the flags.
 """
 
 

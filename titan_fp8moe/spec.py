@@ -63,7 +63,7 @@ class ExpertSpec(NamedTuple):
         activation: a key of :data:`titan_fp8moe.activations.ACTIVATIONS`.
         score_before_experts: multiply the experts' input, not their output, by the score.
         parameters: of the activation, in the order of its entry.
-        biased: both products have biases.
+        biased: both products have biases, as :func:`titan_fp8moe.layer.run.run_layer` notes.
         interleaved: h holds gate and up of a hidden unit side by side, as the rows of W1, not all gates first.
     """
 

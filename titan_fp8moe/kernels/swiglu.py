@@ -401,7 +401,7 @@ def swiglu_quantize_backward(
     unless column-major: a saved tensor may return with other strides (``torch.autograd.graph.save_on_cpu``).
     """
     assert d_MH.is_contiguous() and h_M2H.is_contiguous()
-    (M, H), N = d_MH.shape, h_M2H.shape[1]
+    (M, H), N, parameters = d_MH.shape, h_M2H.shape[1], _parameters(expert)
     dh, dh_scale = empty_rows(d_MH, M, N)
     q, q_scale = empty_rows(d_MH, M, H, recompute_a)
     ds = torch.empty(0 if score_M is None else M, dtype=torch.float32, device=d_MH.device)
@@ -418,7 +418,7 @@ def swiglu_quantize_backward(
     _backward(expert.activation, gate_bias is not None, expert.interleaved)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M,
-        *_parameters(expert), *biases, H=H,
+        *parameters, *biases, H=H,
         E=offsets_E.shape[0], SCORE_FIRST=expert.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
         TILE=SCALE_TILE, num_warps=BACKWARD_WARPS, **constants,
     )  # fmt: skip

@@ -140,7 +140,6 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None
     Values have unit stride along their rows, and dy is contiguous. Scales may have any strides; column-major is fast.
     With ``token_M`` a token's row is read once for each of its experts.
     """
-    check_mode(mode)
     (x_stride, unit), (x_stride_m, x_stride_g) = x_MD.stride(), x_scale.stride()
     assert unit == 1 and dy_MN.is_contiguous()
     D, (M, N), dy_strides = x_MD.shape[1], dy_MN.shape, dy_scale.stride()
@@ -156,6 +155,8 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None
             # With 4 warps, gathered rows of 56 scales spill registers in Triton 3.6.
             num_warps=4 if token_M is None else 8,
         )  # fmt: skip
+    else:
+        check_mode(mode)
     _shift_pair_kernel[(M // BLOCK, (D + N) // BLOCK)](
         x_MD, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy_MN, dy_scale, *dy_strides, balance,
         offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=BLOCK, num_warps=WARPS,

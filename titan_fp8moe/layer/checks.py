@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
-from titan_fp8moe.ops import Fp8Weight, PaddedAsOne
+from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STEP, padded
 from titan_fp8moe.spec import ExpertSpec
 
@@ -18,17 +18,13 @@ def check_inputs(
     x_TD: Tensor, weights: ExpertWeights[Any], topk_ids_TK: Tensor, topk_scores_TK: Tensor, expert: ExpertSpec
 ) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
-    if not isinstance(x_TD, Tensor) or not isinstance(topk_ids_TK, Tensor) or not isinstance(topk_scores_TK, Tensor):
-        kinds = ", ".join(type(given).__name__ for given in (x_TD, topk_ids_TK, topk_scores_TK))
-        raise ValueError(f"x, topk_ids and topk_scores must be tensors; got {kinds}; use torch.as_tensor")
     (w1, w2, w3), rows, pairs = weights, x_TD.shape, topk_ids_TK.shape
     stored, sizes = isinstance(w1, Fp8Weight), w1.shape  # stored ones have padded sizes
     dims = len(rows) == len(pairs) == 2 and len(sizes) == 3 and rows[0] == pairs[0]
     if not dims or (padded(rows[1]) if stored else rows[1]) != sizes[2] or topk_scores_TK.shape != pairs:
-        flatten = "; flatten the batch dims, as by x.flatten(0, -2)" if len(rows) > 2 else ""
         raise ValueError(
-            f"x must be (T, D), topk_ids and topk_scores (T, K), and w1 (E, H, D); got {tuple(rows)}, "
-            f"{tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(sizes)}{flatten}"
+            f"x must be (T, D), batch dims flattened, topk_ids and topk_scores (T, K), and w1 (E, H, D); got "
+            f"{tuple(rows)}, {tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(sizes)}"
         )
     E, H, D = sizes
     if x_TD.dtype not in (torch.bfloat16, torch.float32):
@@ -57,10 +53,12 @@ def check_inputs(
         )
     if stored:
         _check_stored(weights)
-        check_stored_gate_up(w1, w3, expert)
     if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(_why_not_dtypes(topk_ids_TK.dtype, topk_scores_TK.dtype))
-    check_caller(x_TD)
+        raise ValueError(
+            "topk_ids must be int32 or int64, and topk_scores fp32 (torch.topk returns scores, then ids); got "
+            f"{topk_ids_TK.dtype} and {topk_scores_TK.dtype}"
+        )
+    check_device(x_TD)
 
 
 def check_biases(biases: Biases[Any], weights: ExpertWeights[Any], dim: int) -> None:
@@ -88,10 +86,8 @@ def _described(tensors: dict[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(t.shape)} {t.dtype} on {t.device}" for name, t in tensors.items())
 
 
-def check_shared(shared: Any, x_TD: Tensor, expert: ExpertSpec) -> None:
+def check_shared(shared: SharedExperts, x_TD: Tensor, expert: ExpertSpec) -> None:
     """Rejects shared experts that do not fit the tokens or the activation."""
-    if not isinstance(shared, SharedExperts):
-        raise ValueError(f"shared must be a titan_fp8moe.SharedExperts, got {type(shared).__name__}")
     (T, D), (w1, w2, w3, scores), device = x_TD.shape, shared, x_TD.device
     parts = 2 if expert.gated and w3 is None else 1
     if parts == 2 and expert.interleaved:
@@ -135,41 +131,8 @@ def _check_stored(weights: ExpertWeights[Any]) -> None:
             )
 
 
-def check_stored_gate_up(w1: Fp8Weight, w3: Fp8Weight | None, expert: ExpertSpec) -> None:
-    """Rejects gate and up in one ``w1`` of which the two were not padded apart."""
-    if isinstance(w1, PaddedAsOne) and w3 is None and expert.gated and not expert.interleaved:
-        raise ValueError(
-            "w1 holds gate and up in one, and its rows were padded to a multiple of 128 behind both, not behind each; "
-            "quantize the two apart and pass them as w1 and w3"
-        )
-
-
-def _why_not_dtypes(ids: torch.dtype, scores: torch.dtype) -> str:
-    if ids.is_floating_point or not scores.is_floating_point:
-        return (
-            "topk_ids and topk_scores seem swapped: torch.topk returns (scores, ids), experts take (ids, scores); got "
-            f"{ids} ids and {scores} scores"
-        )
-    if scores != torch.float32:
-        return f"topk_scores must be fp32, got {scores}; use topk_scores.float()"
-    return f"topk_ids must be int32 or int64, got {ids}; use topk_ids.long()"
-
-
-def check_caller(x: torch.Tensor) -> None:
-    """Rejects calls that the layers' autograd functions or kernels cannot serve.
-
-    Raises:
-        RuntimeError: in a transform of torch.func or in torch.jit.trace.
-        ValueError: for a GPU that is not the current one, on which kernels would run.
-    """
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                "FP8 layers have no rules for torch.func's transforms (vmap, grad, jacrev, ...); use backward() or "
-                "torch.autograd.grad, and flatten a batch dim into the rows of x"
-            )
-        if torch.jit.is_tracing():
-            raise RuntimeError("torch.jit cannot trace FP8 layers; use torch.export or torch.compile")
+def check_device(x: Tensor) -> None:
+    """Rejects a GPU that is not the current one, on which kernels would run."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         raise ValueError(
             f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "

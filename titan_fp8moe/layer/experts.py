@@ -19,8 +19,8 @@ backward is two, because a graph frees h behind the first, before weight gradien
 
     x --quantize--> q, scale --send, receive--> rows --GEMM 1--> h ---activation---> a --GEMM 2--> y --> out
                     |                           |                |                   |
-                    |              routing, state, tokens      hidden                a
-                    +-- shared.rows --GEMM 1--> shared.hidden ...
+                    |              routing, state, arrived     hidden                a
+                    +-- shared.rows --GEMM 1--> shared.hidden ...      where weights are kept, generations
 
 Shared experts, which serve every token, are an FFN with one group of rows. They read the rows that are quantized for
 the routed experts, and their results join the same sums. They run while sums travel in a forward, and while the
@@ -60,11 +60,11 @@ from titan_fp8moe.layer.saved import (
     Inputs,
     LayerSpec,
     Saved,
-    gradients_there,
-    halfway_there,
-    num_hidden,
+    gradients_flags,
+    halfway_flags,
+    num_saved_h,
     pack,
-    saved_there,
+    saved_flags,
     unpack,
 )
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, one_expert, place_as
@@ -107,22 +107,22 @@ def _routed_experts_forward(
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
         run = functools.partial(on_meta.experts, _on_meta, *tensors, spec)
         warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
-    (T, D), E, group, saved_group = x_TD.shape, shapes[0][0], None, None
+    (T, D), E, shared_rows, saved_shared = x_TD.shape, cast(Tensor, weights[0]).shape[0], None, None
     signature = _signature(spec, x_TD, topk_ids_TK.shape[1], needs_grad) if BACKENDS[spec.route.backend].travels else 0
     tokens = dispatch.begin(Pairs(topk_ids_TK, topk_scores_TK, E), spec.route, signature, spec.check_ids)
     operands = WeightOperands(weights, spec.expert)
     if spec.shared:
-        q, scale, scale_t, end = ops.quantize_group(x_TD, nan_flag)
-        group, sent = GroupRows(q, scale_t, end), Rows(q[:T], scale[:T])
+        q, scale, column_scale, end = ops.quantize_group(x_TD, nan_flag)
+        shared_rows, sent = GroupRows(q, column_scale, end), Rows(q[:T], scale[:T])
         if shared_scores_T is not None:
-            group = group._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
+            shared_rows = shared_rows._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
         q, scale = sent = Rows(*ops.quantize_rows(x_TD, nan_flag))
     try:
         with operands.held:
-            # The operands are made while the counts travel to the host, or the tokens to other ranks.
+            # The operands are made while the counts travel to the host, or else while the tokens travel.
             pending = None if tokens.syncs_host else tokens.send(sent)
-            (w13, w2), copies = operands.of_forward()
+            (w13, w2), generations = operands.of_forward()
             rows = tokens.receive(pending or tokens.send(sent))
             # Shared experts read the same rows, of which there are R, if tokens stay.
             arrived = Rows(q, scale) if spec.shared and not tokens.travels else tokens.arrived
@@ -135,15 +135,16 @@ def _routed_experts_forward(
             y = ffn.product(a, w2, ffn.lora.w2, ffn.dim)
         pending, shared_y = tokens.send_back(y, None, ffn.row_bias()), None
         del y
-        if group is not None:
-            of_shared = ffn_of_group(group, spec.expert, spec.shared_backward, D)
-            shared_y, saved_group = group_forward(of_shared, group, WeightOperands(shared_weights, of_shared.expert))
+        if shared_rows is not None:
+            shared_ffn = ffn_of_group(shared_rows, spec.shared_expert, spec.shared_backward, D)
+            shared_operands = WeightOperands(shared_weights, spec.shared_expert)
+            shared_y, saved_shared = group_forward(shared_ffn, shared_rows, shared_operands)
         out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
     except BaseException:
         tokens.interrupted()
         raise
-    saved = Saved(tokens.state, tokens.routing, arrived, a, copies, saved_group, hidden)
-    return [out, *pack(saved_there(spec), saved)]
+    saved = Saved(tokens.state, tokens.routing, arrived, a, generations, saved_shared, hidden)
+    return [out, *pack(saved_flags(spec), saved)]
 
 
 def _routed_experts_hidden_gradients(
@@ -163,37 +164,34 @@ def _routed_experts_hidden_gradients(
     ``saved``: of the forward. ``needs_dx``, ``needs_dbias``: whether x, or any bias, needs a gradient.
     """
     spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[DY]
-    of_forward: Saved = unpack(saved_there(spec), iter(saved))
+    of_forward: Saved = unpack(saved_flags(spec), iter(saved))
     (T, D), routing, shared = dout_TD.shape, of_forward.routing, None
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
-    ffn = _ffn(spec, routing, biases, adapters, D)
-    operands = WeightOperands(weights, spec.expert)
+    ffn, operands = _ffn(spec, routing, biases, adapters, D), WeightOperands(weights, spec.expert)
     try:
         if spec.shared:
-            q, scale, scale_t, _ = ops.quantize_group(dout_TD, nan_flag)
-            pending = tokens.send(Rows(q[:T], scale[:T]))
-            group = of_forward.of_shared
-            of_shared = ffn_of_group(group.rows, spec.expert, spec.shared_backward, D)
-            shared = group_backward(
-                of_shared, group, WeightOperands(shared_weights, of_shared.expert), Rows(q, scale_t), needs_dx
-            )
+            q, scale, column_scale, _ = ops.quantize_group(dout_TD, nan_flag)
+            pending, saved_shared = tokens.send(Rows(q[:T], scale[:T])), of_forward.shared_with_q
+            shared_ffn = ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, D)
+            shared_operands = WeightOperands(shared_weights, spec.shared_expert)
+            shared = group_backward(shared_ffn, saved_shared, shared_operands, Rows(q, column_scale), needs_dx)
             if spec.shared_scored:
                 shared = shared._replace(ds_M=cast(Tensor, shared.ds_M)[:T])
-            del q, scale, scale_t
+            del q, scale, column_scale
         else:
             pending = tokens.send(Rows(*ops.quantize_rows(dout_TD, nan_flag)))
         with operands.held:
-            w2_t, hidden = operands.transposed(1, of_forward.copies), of_forward.hidden
+            w2_t, hidden = operands.transposed(1, of_forward.generations), of_forward.hidden
             if hidden is None:
                 x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
-                hidden = ffn.hidden(x, operands.plain(0, of_forward.copies))
+                hidden = ffn.hidden(x, operands.plain(0, of_forward.generations))
             dy = tokens.receive(pending)
             del pending
             routed = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
     except BaseException:
         tokens.interrupted()
         raise
-    return pack(halfway_there(spec, needs_dx, needs_dbias), Halfway(routed, shared))
+    return pack(halfway_flags(spec, needs_dx, needs_dbias), Halfway(routed, shared))
 
 
 def _routed_experts_gradients(
@@ -218,9 +216,9 @@ def _routed_experts_gradients(
     """
     spec = decode(LayerSpec, layer)
     needed = Inputs.of(needs, spec.expert.biased)
-    of_forward: Saved = unpack(saved_there(spec, hidden=False), iter(saved))
-    grads, shared = unpack(halfway_there(spec, needed.x, any(needed.biases or ())), iter(halfway))
-    grads, routing, addend = grads._replace(a=of_forward.a or grads.a), of_forward.routing, shared and shared.dx
+    of_forward: Saved = unpack(saved_flags(spec, hidden=False), iter(saved))
+    routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
+    routed, routing, addend = routed._replace(a=of_forward.a or routed.a), of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
     ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)
     pending, returned, dx_MD = None, Returned(None), None
@@ -229,39 +227,40 @@ def _routed_experts_gradients(
     try:
         if with_dx := tokens.returns_gradients(needed.x):
             with operands.held:
-                dx_MD = ffn.product(grads.dh, operands.transposed(0, of_forward.copies), ffn.lora.w13_t, dim)
+                dx_MD = ffn.product(routed.dh, operands.transposed(0, of_forward.generations), ffn.lora.w13_t, dim)
         if with_dx or needed.topk_scores:
-            pending = tokens.send_back(dx_MD, grads.ds_M)
+            pending = tokens.send_back(dx_MD, routed.ds_M)
             dx_MD = None
             if not tokens.travels:  # the rows are freed before weight gradients are made
                 returned, pending = tokens.finish(pending, dtype, addend), None
         if spec.backward.weights != "frozen" and any((*needed.weights, *needed.adapters)):
             x = tokens.arrived_rows(of_forward.arrived, dim, routing.row_TK.shape[1])
             if any(needed.weights):
-                dw = ffn.weight_grads(x, grads, operands, needed.weights)
+                dw = ffn.weight_grads(x, routed, operands, needed.weights)
             if any(needed.adapters):
-                found = ffn.lora_grads(x, grads)
+                found = ffn.lora_grads(x, routed)
                 adapter_grads = [found.get(name) for name in spec.lora.fields]
         if shared is not None and any(needed.shared):
-            group = of_forward.of_shared
-            of_shared = ffn_of_group(group.rows, spec.expert, spec.shared_backward, dim)
-            dw_shared = group_weight_grads(
-                of_shared, group, shared, WeightOperands(shared_weights, of_shared.expert), needed.shared
-            )
+            saved_shared = of_forward.shared_with_q
+            shared_ffn = ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, dim)
+            shared_operands = WeightOperands(shared_weights, spec.shared_expert)
+            dw_shared = group_weight_grads(shared_ffn, saved_shared, shared, shared_operands, needed.shared)
         if pending is not None:
             returned = tokens.finish(pending, dtype, addend)
     except BaseException:
         tokens.interrupted()
         raise
     ds_T = shared.ds_M.clone() if needed.shared_scores else None
-    dbiases = ffn.biases.gradients(grads.dbias, cast(Any, needed.biases)) if ffn.biases else None
+    dbiases: Any = needed.biases
+    if ffn.biases and routed.dbias is not None:
+        dbiases = ffn.biases.gradients(routed.dbias, dbiases)
     grads = Gradients(returned.rows_TD, returned.ds_TK, ds_T, dw, dw_shared, dbiases, adapter_grads)
-    return pack(gradients_there(needed), grads)
+    return pack(gradients_flags(needed), grads)
 
 
 _forward_op = custom_op(_routed_experts_forward)
-_hidden_gradients_op = custom_op(_routed_experts_hidden_gradients)
-_gradients_op = custom_op(_routed_experts_gradients)
+_hidden_gradients_op = custom_op(_routed_experts_hidden_gradients, of_backward=True)
+_gradients_op = custom_op(_routed_experts_gradients, of_backward=True)
 
 SAVED_OPS = (_forward_op, *FORWARD_OPS)
 """The ops that per-op activation checkpointing must keep."""
@@ -297,16 +296,20 @@ class ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, call = args
-        spec, host, layer = call.spec, call.host, encode(call.spec)
+        spec, host = call.spec, call.host
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         weights, biases, adapters = call.stored or inputs.weights, list(inputs.biases or ()), list(inputs.adapters)
-        ctx.copies = copies_for(call.cache, weights, spec.expert) if spec.kept else None
-        ctx.shared_copies = copies_for(call.shared_cache, one_expert(inputs.shared)) if spec.shared_kept else None
+        ctx.copies = call.cache and copies_for(call.cache, weights, spec.expert)
+        ctx.shared_copies = call.shared_cache and copies_for(call.shared_cache, one_expert(inputs.shared))
+        spec = spec._replace(kept=ctx.copies is not None, shared_kept=ctx.shared_copies is not None)
+        layer = encode(spec)
         needs_x, needs_scores, *_ = ctx.needs_input_grad
         with host or _ON_DEVICE:
             packed = _packed(ctx, spec, host.take(weights) if host else weights, inputs.shared)
-            pairs = inputs.topk_scores, inputs.topk_ids, inputs.shared_scores, needs_x or needs_scores
-            out, *saved = _forward_op(inputs.x, *pairs, *packed, biases, adapters, inputs.nan_flags, layer)
+            out, *saved = _forward_op(
+                inputs.x, inputs.topk_scores, inputs.topk_ids, inputs.shared_scores, needs_x or needs_scores, *packed,
+                biases, adapters, inputs.nan_flags, layer,
+            )  # fmt: skip
         kept = [*weights] if call.stored is None else weights.pack()
         if host:  # the buffer will hold other layers
             kept = [*NO_WEIGHTS]
@@ -325,7 +328,7 @@ class ExpertsFunction(torch.autograd.Function):
         needed = Inputs.of(needs, spec.expert.biased)
         saved, (num_weights, num_biases, num_adapters) = list(ctx.saved_tensors), ctx.sizes
         values, saved = saved[:num_weights], saved[num_weights:]
-        weights = ExpertWeights(*values) if num_weights == 3 else ExpertWeights.unpack(values)
+        weights = ExpertWeights.unpack(values)
         shared, saved = ExpertWeights(*saved[:3]), saved[3:]
         biases, saved = saved[:num_biases], saved[num_biases:]
         adapters, saved = saved[:num_adapters], saved[num_adapters:]
@@ -335,9 +338,9 @@ class ExpertsFunction(torch.autograd.Function):
             halfway = _hidden_gradients_op(
                 dout, saved, needed.x, any(needed.biases or ()), *parameters, ctx.nan_flags, layer
             )
-            del saved[len(saved) - num_hidden(spec.backward, spec.shared) :]  # freed, also if checkpointing has kept it
+            del saved[len(saved) - num_saved_h(spec.backward, spec.shared) :]  # freed, even if checkpointing kept it
             flat = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
-        grads: Gradients = unpack(gradients_there(needed), iter(flat))
+        grads: Gradients = unpack(gradients_flags(needed), iter(flat))
         dw, dw_shared, dbiases = grads.weights.apart(weights), NO_WEIGHTS, grads.biases
         if spec.shared:
             dw_shared = matrix_grads(grads.shared, shared)

@@ -43,11 +43,11 @@ class Hidden(NamedTuple):
 
 
 class HiddenGradients(NamedTuple):
-    """The operands of the weight gradients, rows in expert order, and more that the second half of a backward reads.
+    """What the first half of a backward leaves to the second: the operands of the weight gradients, and more.
 
     Attributes:
-        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output.
-        a: (M, H), GEMM 2's operand; None where weights are frozen.
+        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; rows in expert order.
+        a: (M, H), GEMM 2's operand; None where weights are frozen. It does not cross an op if the forward has saved it.
         ds_M: (M,) fp32, of the rows' scores, if they have any.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
         dx: (M, D) bf16, the input's gradient of shared experts, or None.
@@ -93,7 +93,12 @@ class FFN(NamedTuple):
     def product(
         self, rows: Rows, weight: Fp8Weight, lora: GemmLora | None = None, columns: int | None = None
     ) -> Tensor:
-        """Each expert's rows (M, K) times its weight (N, K) and its adapter: (M, N) bf16, or the first ``columns``."""
+        """Each expert's rows (M, K) times its weight (N, K): (M, N) bf16.
+
+        Args:
+            lora: this FFN's adapter of the weight.
+            columns: N without padding, for results that leave the FFN.
+        """
         out = ops.grouped_mm(*rows, *weight, self.routing.offsets_E, torch.bfloat16, columns)
         if lora is None:
             return out
@@ -152,11 +157,9 @@ class FFN(NamedTuple):
         dw13 = dw2 = None
         if needed.w1 or needed.w3:
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
-            of_dw13 = WgradOperands(grads.dh, rows, token_M, offsets_E)
-            dw13 = weight_grads(of_dw13, mode, like.w2.dtype, like.groups[0], len(operands.groups[0]))
+            dw13 = weight_grads(grads.dh, rows, token_M, offsets_E, mode, like.groups[0], len(operands.groups[0]))
         if needed.w2:
-            of_dw2 = WgradOperands(grads.dy, cast(Rows, grads.a), None, offsets_E)
-            dw2 = weight_grads(of_dw2, mode, like.w2.dtype, (like.w2,))
+            dw2 = weight_grads(grads.dy, cast(Rows, grads.a), None, offsets_E, mode, (like.w2,))
         if statistics.collecting():
             self._record(x, grads, operands)
         return WeightGrads(dw13, dw2)
@@ -190,55 +193,40 @@ class FFN(NamedTuple):
         statistics.record(pairs, operands.groups, offsets_E, token_M, self.backward.wgrad)
 
 
-class WgradOperands(NamedTuple):
-    """Operands of a weight gradient dW = dy^T x.
-
-    Attributes:
-        dy: (M, N), N the rows of the weights of one expert, of which each matrix is padded.
-        x: (M, K), K their padded columns; with ``token_M`` in token order.
-        token_M: (M,) int32 or None.
-        offsets_E: (E,) int32, the end of each expert's group.
-    """
-
-    dy: Rows
-    x: Rows
-    token_M: Tensor | None
-    offsets_E: Tensor
-
-
 def weight_grads(
-    operands: WgradOperands, mode: str, dtype: torch.dtype, weights: Sequence[Tensor], parts: int = 1
+    dy: Rows, x: Rows, token_M: Tensor | None, offsets_E: Tensor, mode: str, weights: Sequence[Tensor], parts: int = 1
 ) -> Tensor:
-    """dW per expert, of all weights that dy's columns belong to.
+    """dW = dy^T x per expert, of all weights that dy's columns belong to.
 
     Args:
-        mode: ``wgrad`` of the settings; dtype: bf16 or fp32, of the result.
-        weights: one or two (E, N_i, K_i) of the same shape.
+        dy: (M, N), N the rows of the weights of one expert, of which each matrix is padded.
+        x: (M, K), K their padded columns; with ``token_M``, (M,) int32, in token order.
+        offsets_E: (E,) int32, the end of each expert's group.
+        mode: ``wgrad`` of the settings.
+        weights: one or two (E, N_i, K_i), alike in shape and dtype.
         parts: the matrices along N, each of which the operands pad.
 
     Returns:
-        The gradient (E, N_i, K_i) of a single weight, or those of two in one (2E, N_i, K_i). A single weight may lie in
-        memory as (E, K, N); its gradient then lies so too.
+        The gradient (E, N_i, K_i) of a single weight, or those of two in one (2E, N_i, K_i), in the weights' dtype. A
+        single weight may lie in memory as (E, K, N); its gradient then lies so too.
     """
     first, layout = weights[0], "apart" if len(weights) == parts else "joined"
     if len(weights) == 1 and first.stride()[1] == 1 != first.stride()[2]:
         layout = "transposed"
     rows, columns = first.shape[1] * len(weights) // parts, first.shape[2]
-    result = dtype, parts, rows, columns, layout
+    result = first.dtype, parts, rows, columns, layout
     if mode == "bf16":
-        grads = _bf16_product(operands, *result)
+        grads = _bf16_product(dy, x, offsets_E, *result)
     else:
-        dy, x, token_M, offsets_E = operands
         x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
         grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, *result)
     return grads.transpose(1, 2) if layout == "transposed" else grads
 
 
 def _bf16_product(
-    operands: WgradOperands, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
+    dy: Rows, x: Rows, offsets_E: Tensor, dtype: torch.dtype, parts: int, rows: int, columns: int, layout: str
 ) -> Tensor:
     """dy^T x in bf16; arguments and result as of :func:`titan_fp8moe.ops.grouped_mm_wgrad`."""
-    dy, x, _token_M, offsets_E = operands
     dy_MN, x_MK = ops.dequantize_rows(*dy, offsets_E), ops.dequantize_rows(*x, offsets_E)
     grads = []
     for part in dy_MN.chunk(parts, 1):

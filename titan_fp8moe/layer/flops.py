@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 import titan_fp8moe.layer.experts  # noqa: F401  defines the ops, with those of group.py
-from titan_fp8moe.layer.saved import Inputs, LayerSpec, halfway_there, unpack
+from titan_fp8moe.layer.saved import Inputs, LayerSpec, halfway_flags, unpack
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, padded, row_capacity
 from titan_fp8moe.spec import BackwardSpec, decode
@@ -92,7 +92,7 @@ def _gradients_flops(
 ) -> int:
     spec = decode(LayerSpec, layer)
     needed = Inputs.of(needs, spec.expert.biased)
-    routed, shared = unpack(halfway_there(spec, needed.x, any(needed.biases or ())), iter(halfway))
+    routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
     rows = routed.dy.q[0]
     flops = _product_flops(rows, _gate_up(weights)) if needed.x else 0
     flops += _wgrad_flops(rows, weights, needed.weights)

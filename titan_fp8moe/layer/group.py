@@ -22,8 +22,8 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import on_meta, statistics
-from titan_fp8moe.layer.checks import check_caller
-from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, WgradOperands, weight_grads
+from titan_fp8moe.layer.checks import check_device
+from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
 from titan_fp8moe.layer.operands import (
     SWIGLU,
     Generations,
@@ -35,12 +35,12 @@ from titan_fp8moe.layer.operands import (
 )
 from titan_fp8moe.layer.saved import (
     SavedGroup,
-    group_there,
-    hidden_gradients_there,
-    num_hidden,
+    group_flags,
+    hidden_gradients_flags,
+    num_saved_h,
     pack,
     unpack,
-    weight_grads_there,
+    weight_grads_flags,
 )
 from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
@@ -52,19 +52,18 @@ from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
 
-def ffn_of_group(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, dim: int) -> FFN:
+def ffn_of_group(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, dim: int | None) -> FFN:
     """The FFN of these rows, which have no router, but may have scores. ``dim``: D, which the rows pad to a multiple of
-    128."""
-    plain = expert._replace(score_before_experts=False, biased=False, interleaved=False)
-    return FFN(plain, backward, one_group(rows.end, rows.score), dim=dim)
+    128; None for a backward's second half."""
+    return FFN(expert, backward, one_group(rows.end, rows.score), dim=dim)
 
 
 def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[Tensor, SavedGroup]:
     """The FFN's output (R, D) bf16, and what its backward needs."""
     with operands.held:
-        (w13, w2), copies = operands.of_forward()
+        (w13, w2), generations = operands.of_forward()
         a, hidden = ffn.activate(ffn.product(rows.quantized, w13))
-        return ffn.product(a, w2, None, ffn.dim), SavedGroup(rows, a, copies, hidden)
+        return ffn.product(a, w2, None, ffn.dim), SavedGroup(rows, a, generations, hidden)
 
 
 def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Rows, with_dx: bool) -> HiddenGradients:
@@ -72,12 +71,12 @@ def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Ro
     output."""
     x = saved.rows.quantized
     with operands.held:
-        hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.copies))
-        grads = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.copies))
+        hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.generations))
+        grads = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.generations))
         del hidden  # h is freed after its last use
         if not with_dx:
             return grads
-        return grads._replace(dx=ffn.product(grads.dh, operands.transposed(0, saved.copies), None, ffn.dim))
+        return grads._replace(dx=ffn.product(grads.dh, operands.transposed(0, saved.generations), None, ffn.dim))
 
 
 def group_weight_grads(
@@ -107,7 +106,7 @@ def _feed_forward(
     rows = GroupRows(q, scale, end)
     operands = WeightOperands(weights)
     y, saved = group_forward(ffn_of_group(rows, SWIGLU, spec, x_TD.shape[1]), rows, operands)
-    return [y[: x_TD.shape[0]].to(dtype), *pack(group_there(spec, bool(operands.kept)), saved)]
+    return [y[: x_TD.shape[0]].to(dtype), *pack(group_flags(spec, bool(operands.kept)), saved)]
 
 
 def _feed_forward_hidden_gradients(
@@ -124,11 +123,11 @@ def _feed_forward_hidden_gradients(
     spec = decode(BackwardSpec, backward)
     q, _, scale, _ = ops.quantize_group(dy_TD, None if nan_flags is None else nan_flags[DY])
     operands = WeightOperands(weights)
-    of_forward = unpack(group_there(spec, bool(operands.kept)), iter(saved))
+    of_forward = unpack(group_flags(spec, bool(operands.kept)), iter(saved))
     ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, dy_TD.shape[1])
     grads = group_backward(ffn, of_forward, operands, Rows(q, scale), needs_dx)
     dx = [cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype)] if needs_dx else []
-    return [*dx, *pack(hidden_gradients_there(spec, False), grads)]
+    return [*dx, *pack(hidden_gradients_flags(spec, False), grads)]
 
 
 def _feed_forward_weight_grads(
@@ -137,17 +136,15 @@ def _feed_forward_weight_grads(
     """The second half: :class:`titan_fp8moe.layer.ffn.WeightGrads`. ``saved``: of the forward, without h."""
     spec, needed = decode(BackwardSpec, backward), ExpertWeights(*needs)
     operands = WeightOperands(weights)
-    of_forward = unpack(group_there(spec, bool(operands.kept), hidden=False), iter(saved))
-    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, 0)
-    grads = unpack(hidden_gradients_there(spec, False), iter(halfway))
-    return pack(weight_grads_there(needed), group_weight_grads(ffn, of_forward, grads, operands, needed))
+    of_forward = unpack(group_flags(spec, bool(operands.kept), hidden=False), iter(saved))
+    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, None)
+    grads = unpack(hidden_gradients_flags(spec, False), iter(halfway))
+    return pack(weight_grads_flags(needed), group_weight_grads(ffn, of_forward, grads, operands, needed))
 
 
 _feed_forward_op = custom_op(_feed_forward)
-_hidden_gradients_op, _weight_grads_op = (
-    custom_op(_feed_forward_hidden_gradients),
-    custom_op(_feed_forward_weight_grads),
-)
+_hidden_gradients_op = custom_op(_feed_forward_hidden_gradients, of_backward=True)
+_weight_grads_op = custom_op(_feed_forward_weight_grads, of_backward=True)
 
 
 class _FeedForward(torch.autograd.Function):
@@ -171,9 +168,9 @@ class _FeedForward(torch.autograd.Function):
         dx = halfway[0] if needs[0] else None
         if not any(needs[1:4]):
             return dx, *[None] * 7
-        del saved[len(saved) - num_hidden(spec) :]
+        del saved[len(saved) - num_saved_h(spec) :]
         grads = _weight_grads_op(halfway[1:] if needs[0] else halfway, saved, [*needs[1:4]], packed, encode(spec))
-        found = unpack(weight_grads_there(ExpertWeights(*needs[1:4])), iter(grads))
+        found = unpack(weight_grads_flags(ExpertWeights(*needs[1:4])), iter(grads))
         return dx, *matrix_grads(found, matrices), None, None, None, None
 
 
@@ -218,7 +215,7 @@ def _check_input(x: Tensor, D: int) -> None:
         raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; the last dim must be that")
     if x.numel() // D > MAX_ROWS:
         raise ValueError(f"x is {tuple(x.shape)}; kernels take at most {MAX_ROWS} rows: use smaller microbatches")
-    check_caller(x)
+    check_device(x)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
@@ -238,9 +235,9 @@ def _linear(x_TK: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None
     q, _, scale, end = ops.quantize_group(x_TK, None if nan_flags is None else nan_flags[X])
     operands = WeightOperands(weights)
     with operands.held:
-        (weight,), copies = operands.of_forward()
+        (weight,), generations = operands.of_forward()
         y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
-    return [y, q, scale, end, *([copies.w13] if copies else [])]
+    return [y, q, scale, end, *([generations.w13] if generations else [])]
 
 
 def _linear_backward(
@@ -263,14 +260,14 @@ def _linear_backward(
             w_t = operands.transposed(0, Generations(*generation) if generation else None)
             grads.append(ops.grouped_mm(*dy, *w_t, end, dtype)[: dy_TN.shape[0]])
     if needs_dw:
-        grads.append(weight_grads(WgradOperands(dy, x, None, end), wgrad, w.dtype, (w,)))
+        grads.append(weight_grads(dy, x, None, end, wgrad, (w,)))
     if statistics.collecting() and q is not None:
         _, N, K = w.shape
         statistics.record([(Operand("x", x, 1, K), Operand("dy", dy, 1, N))], operands.groups, end, None, wgrad)
     return grads
 
 
-_linear_op, _linear_backward_op = custom_op(_linear), custom_op(_linear_backward)
+_linear_op, _linear_backward_op = custom_op(_linear), custom_op(_linear_backward, of_backward=True)
 
 
 class _Linear(torch.autograd.Function):

@@ -36,9 +36,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titan_fp8moe import ops, patches
 from titan_fp8moe.kernels.quantize import stored_transposed
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
-from titan_fp8moe.layer.weights import ExpertWeights, readable
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8, STATE_HEADER, TILE, num_samples, padded
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STATE_HEADER, num_samples, padded
 from titan_fp8moe.spec import ExpertSpec
 
 Layouts = Literal["both", "forward"]
@@ -149,14 +149,14 @@ def _sizes(group: Group) -> tuple[Any, ...]:
     does, so that one which is stored transposed is quantized from where it lies."""
     E, _, K = group[0].shape
     N, K = sum(padded(w.shape[1]) for w in group), padded(K)
-    n, k = N // TILE, K // TILE
+    n, k = N // BLOCK, K // BLOCK
     strides = (n * k, 1, n) if stored_transposed(group) else (n * k, k, 1)
     return E, N, K, num_samples(group[0]) * len(group), strides
 
 
 def _empty_operand(sizes: tuple[Any, ...], layouts: Layouts, device: torch.device) -> KeptOperand:
     E, N, K, samples, scale_strides = sizes
-    blocks = E, N // TILE, K // TILE
+    blocks = E, N // BLOCK, K // BLOCK
     state = torch.zeros(STATE_HEADER + samples, dtype=torch.int32, device=device)
     state[0] = -1
     return KeptOperand(
@@ -348,7 +348,8 @@ def pack_weights(weights: ExpertWeights[Any], copies: Copies | None, frozen: boo
     if not isinstance(weights.w1, Fp8GatheredWeight):
         return weights.pack() if isinstance(weights.w1, Fp8Weight) else [*weights]
     stand_ins = (None if w is None else w.stand_in() for w in weights)
-    return [*stand_ins, *readable(weights).pack()]
+    values: ExpertWeights[Any] = ExpertWeights(*(None if w is None else cast(Any, w).quantized for w in weights))
+    return [*stand_ins, *values.pack()]
 
 
 class WeightOperands:
@@ -384,7 +385,7 @@ class WeightOperands:
 
     def of_forward(self) -> tuple[list[Fp8Weight], Generations | None]:
         """w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H), unless there is none. And
-        generations of the copies."""
+        generations of the copies, if these are kept."""
         if not self.kept:
             return [ops.quantize_weight(*group) for group in self.groups], None
         made = [self._refresh(at) for at in range(len(self.kept))]

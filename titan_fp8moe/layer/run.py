@@ -4,7 +4,6 @@ A module gives its experts as one record, :class:`Experts`. What is computed of 
 :mod:`titan_fp8moe.layer.experts`.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer import flops  # noqa: F401  registers formulas
@@ -58,8 +56,8 @@ class Experts(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """An FFN that serves every token, with the routed experts' activation. It reads the rows that are quantized for
-    them, in both directions, and adds to their sums.
+    """Shared experts as a module hands them over. :class:`SharedExperts` is a caller's form, which :func:`run_layer`
+    checks and turns into this one.
 
     Attributes:
         weights: w1 and w3 (H, D), w2 (D, H), without a gate w3 None.
@@ -133,7 +131,7 @@ def routed_experts(
 
     Raises:
         ValueError: for shapes, dtypes, devices or numbers of rows that the kernels cannot take.
-        RuntimeError: in torch.func's transforms and torch.jit.trace. With ``dispatch = "symmetric"``, if a rank is
+        RuntimeError: with ``dispatch = "symmetric"``, if a rank is
             later than the timeout of ``ep_group``, or if two layers are in flight. Too little room shows later:
             :func:`titan_fp8moe.check_room`.
 
@@ -183,23 +181,23 @@ def run_layer(
     if shared is not None and not isinstance(shared, Shared):
         check_shared(shared, x_TD, expert)
         shared = Shared(shared.weights, None, are_frozen(shared.weights), shared.scores)
-    factors, adapters, backward = None, (), config.backward
+    lora_spec, lora_tensors, backward = None, (), config.backward
     if lora is not None:
-        factors, adapters = split_lora(lora, cast(Any, weights))
+        lora_spec, lora_tensors = split_lora(lora, cast(Any, weights))
     if frozen:
         backward = backward._replace(weights="frozen" if lora is None else "adapted")
-    of_shared = "" if shared is None else "frozen" if shared.frozen else "trained"
-    ffn = shared or _NO_SHARED
-    shared_cache = ffn.cache
-    if isinstance(weights.w1, FakeTensor):  # such as those of torch.export: buffers are real
-        cache = shared_cache = None
-    kept = ffn.scores is not None, cache is not None, shared_cache is not None
-    spec = LayerSpec(config.route(ep_group), expert, backward, of_shared, check_ids, factors, *kept)
+    shared_weights_are = "" if shared is None else "frozen" if shared.frozen else "trained"
+    shared = shared or _NO_SHARED
+    spec = LayerSpec(
+        config.route(ep_group), expert, backward, shared_weights_are, check_ids, lora_spec,
+        shared_scored=shared.scores is not None,
+    )  # fmt: skip
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = Call(spec, cache, shared_cache, stored, host)
-    given = weights if stored is None else NO_WEIGHTS
-    pairs = topk_scores_TK.contiguous(), topk_ids_TK.contiguous()
-    inputs = Inputs(x_TD, *pairs, nan_flags, ffn.scores, given, ffn.weights, biases, adapters).flatten()
+    call = Call(spec, cache, shared.cache, stored, host)
+    inputs = Inputs(
+        x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, shared.scores,
+        weights if stored is None else NO_WEIGHTS, shared.weights, biases, lora_tensors,
+    ).flatten()  # fmt: skip
     refuse_export(inputs)
     out = run_experts(inputs, call)
     return out if meanwhile is None else _add(out, meanwhile())
@@ -220,13 +218,9 @@ def _add(out_TD: Tensor, extra_TD: Any) -> Tensor:
 
 @torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning
 def _warn_of_bf16_scores() -> None:
-    _warn_once(
+    warnings.warn(
         "topk_scores are bf16, which rounds the router's scores and their gradients; compute them in fp32, as in "
         "router(x).float().softmax(-1). FSDP2's MixedPrecisionPolicy casts the arguments of modules that it wraps: "
-        "compute the scores in the module that calls titan_fp8moe.RoutedExperts or routed_experts"
+        "compute the scores in the module that calls titan_fp8moe.RoutedExperts or routed_experts",
+        stacklevel=4,
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=5)

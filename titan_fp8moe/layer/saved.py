@@ -1,7 +1,7 @@
 """The records that a layer's autograd function and its ops hand each other, and how they cross an op.
 
 Ops take and return flat lists of tensors. For each record a function says, from the layer's specification, which of its
-tensors there are: it returns the record with flags in their place. :func:`pack` and :func:`unpack` follow these flags,
+tensors cross: it returns the record with a flag in place of each. :func:`pack` and :func:`unpack` follow these flags,
 depth first.
 
 A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. From both the
@@ -32,7 +32,7 @@ class LayerSpec(NamedTuple):
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
         lora: of the routed experts' adapters, or None.
         shared_scored: whether the shared experts' output is multiplied by a score per token.
-        kept, shared_kept: whether the module keeps quantized copies of the weights.
+        kept, shared_kept: whether a module keeps quantized copies of the weights, as the autograd function notes.
     """
 
     route: Route
@@ -46,6 +46,11 @@ class LayerSpec(NamedTuple):
     shared_kept: bool = False
 
     @property
+    def shared_expert(self) -> ExpertSpec:
+        """The shared experts' FFN, which has no router."""
+        return self.expert._replace(score_before_experts=False, biased=False, interleaved=False)
+
+    @property
     def shared_backward(self) -> BackwardSpec:
         return self.backward if self.shared == self.backward.weights else self.backward._replace(weights=self.shared)
 
@@ -53,10 +58,10 @@ class LayerSpec(NamedTuple):
 # --- records and flat lists -------------------------------------------------------------------------------------------
 
 
-def pack(there: tuple, record: Any) -> list[Tensor]:
-    """The tensors of a record, or of records in it, for which ``there`` has a true flag."""
+def pack(flags: tuple, record: Any) -> list[Tensor]:
+    """The tensors of a record, or of records in it, whose flags are true."""
     flat: list[Tensor] = []
-    for flag, value in zip(there, record, strict=True):
+    for flag, value in zip(flags, record, strict=True):
         if isinstance(flag, tuple):
             flat += pack(flag, value)
         elif flag:
@@ -64,58 +69,56 @@ def pack(there: tuple, record: Any) -> list[Tensor]:
     return flat
 
 
-def unpack(there: Any, values: Iterator[Tensor]) -> Any:
-    """The inverse of :func:`pack`, with a list's iterator; None for what is not there."""
+def unpack(flags: Any, values: Iterator[Tensor]) -> Any:
+    """The inverse of :func:`pack`, with a list's iterator; None where a flag is false."""
     filled = []
-    for flag in there:
+    for flag in flags:
         if isinstance(flag, tuple):
             filled.append(unpack(flag, values))
         else:
             filled.append(next(values) if flag else None)
-    return type(there)(*filled) if hasattr(there, "_fields") else filled
+    return type(flags)(*filled) if hasattr(flags, "_fields") else filled
 
 
 def _all(record: Any) -> Any:
     return record(*[True] * len(record._fields))
 
 
-_ROWS = Rows(*cast(Any, (True, True)))
-
-
-def _rows(there: bool) -> Any:
-    return _ROWS if there else None
+def _rows(flag: bool) -> Any:
+    return _all(Rows) if flag else None
 
 
 # --- what a forward keeps ---------------------------------------------------------------------------------------------
 
 
 class SavedGroup(NamedTuple):
-    """The tensors that the forward of an FFN with one group of rows keeps for its backward.
+    """The tensors that the forward of an FFN with one group of rows keeps for its backward. ``hidden`` is the last: a
+    backward cuts it off the flat list after its first op.
 
     Attributes:
         rows: its input. Shared experts without expert parallelism have its q from ``arrived`` of :class:`Saved`.
         a: GEMM 2's operand, with recompute = "none" and trained weights.
-        copies: generations of the quantized weights that a module keeps.
+        generations: of the copies of weights that the forward read, where a module keeps any.
         hidden: h, unless recompute = "experts".
     """
 
     rows: GroupRows
     a: Rows | None
-    copies: Generations | None
+    generations: Generations | None
     hidden: Hidden | None
 
 
 class Saved(NamedTuple):
-    """The tensors that a layer's forward keeps for its backward; parts that are not there are None.
+    """The tensors that a layer's forward keeps for its backward, or None.
 
-    The last ones, h of shared and of routed experts, are read by the first op of the backward alone.
+    The last ones are h of shared and of routed experts: a backward cuts them off the flat list after its first op.
 
     Attributes:
         state: the dispatch's, from which its backward is resumed.
         routing: of the rows in expert order.
-        arrived: one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1. Not there where
+        arrived: one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1. None where
             weights are frozen, unless recompute = "experts".
-        a, copies, hidden: as of :class:`SavedGroup`.
+        a, generations, hidden: as of :class:`SavedGroup`.
         shared: of the shared experts.
     """
 
@@ -123,12 +126,12 @@ class Saved(NamedTuple):
     routing: Routing
     arrived: Any
     a: Rows | None
-    copies: Generations | None
+    generations: Generations | None
     shared: SavedGroup | None
     hidden: Hidden | None
 
     @property
-    def of_shared(self) -> SavedGroup:
+    def shared_with_q(self) -> SavedGroup:
         """``shared`` with its q, which it may have from ``arrived``."""
         shared = cast(SavedGroup, self.shared)
         if shared.rows.q is not None or not isinstance(self.arrived, Rows):
@@ -136,40 +139,40 @@ class Saved(NamedTuple):
         return shared._replace(rows=shared.rows._replace(q=self.arrived.q))
 
 
-def _hidden_there(backward: BackwardSpec) -> Any:
+def _hidden_flags(backward: BackwardSpec) -> Any:
     return Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
 
 
 @functools.cache
-def group_there(
+def group_flags(
     backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, hidden: bool = True
 ) -> SavedGroup:
-    """The parts of :class:`SavedGroup`; without ``hidden`` what is left after the backward's first op."""
+    """A :class:`SavedGroup` of flags; without ``hidden`` what is left after the backward's first op."""
     keeps: Any = backward.keeps_rows
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
-    copies = _all(Generations) if kept else None
-    return SavedGroup(rows, _rows(backward.keeps_operand), copies, _hidden_there(backward) if hidden else None)
+    generations = _all(Generations) if kept else None
+    return SavedGroup(rows, _rows(backward.keeps_operand), generations, _hidden_flags(backward) if hidden else None)
 
 
 @functools.cache
-def saved_there(spec: LayerSpec, hidden: bool = True) -> Saved:
-    """The parts of :class:`Saved`; without ``hidden`` what is left after the backward's first op."""
+def saved_flags(spec: LayerSpec, hidden: bool = True) -> Saved:
+    """A :class:`Saved` of flags; without ``hidden`` what is left after the backward's first op."""
     kind, backward, shared = BACKENDS[spec.route.backend], spec.backward, None
     if spec.shared:
         shares_q = backward.keeps_rows and not kind.travels
-        shared = group_there(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, hidden)
+        shared = group_flags(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, hidden)
     return Saved(
         state=_all(kind.State),
         routing=_all(Routing),
         arrived=_all(kind.Arrived) if backward.keeps_rows else None,
         a=_rows(backward.keeps_operand),
-        copies=_all(Generations) if spec.kept else None,
+        generations=_all(Generations) if spec.kept else None,
         shared=shared,
-        hidden=_hidden_there(backward) if hidden else None,
+        hidden=_hidden_flags(backward) if hidden else None,
     )
 
 
-def num_hidden(backward: BackwardSpec, shared: str = "") -> int:
+def num_saved_h(backward: BackwardSpec, shared: str = "") -> int:
     """How many of the saved tensors are h, of an FFN and of any shared experts."""
     if backward.recompute == "experts":
         return 0
@@ -181,7 +184,8 @@ def num_hidden(backward: BackwardSpec, shared: str = "") -> int:
 
 class Inputs(NamedTuple):
     """The first arguments of :class:`titan_fp8moe.layer.experts.ExpertsFunction`, or one value for each: its gradient,
-    or whether it needs one."""
+    or whether it needs one. Weights that are stored in FP8 are not among them, but in
+    :class:`titan_fp8moe.layer.experts.Call`."""
 
     x: Any = None
     topk_scores: Any = None
@@ -212,17 +216,18 @@ class Halfway(NamedTuple):
     shared: HiddenGradients | None
 
 
-def hidden_gradients_there(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
-    """The parts of an op's :class:`titan_fp8moe.layer.ffn.HiddenGradients`; ``more``: its last fields."""
+def hidden_gradients_flags(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
+    """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags, without an ``a`` that the forward has saved.
+    ``more``: its last fields."""
     made = backward.weights != "frozen" and not backward.keeps_operand
-    return HiddenGradients(_ROWS, _ROWS, _rows(made), cast(Any, scored), **more)
+    return HiddenGradients(_all(Rows), _all(Rows), _rows(made), cast(Any, scored), **more)
 
 
 @functools.cache
-def halfway_there(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway:
-    """The parts of :class:`Halfway`."""
-    routed = hidden_gradients_there(spec.backward, True, dbias=needs_dbias)
-    shared = hidden_gradients_there(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
+def halfway_flags(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway:
+    """A :class:`Halfway` of flags."""
+    routed = hidden_gradients_flags(spec.backward, True, dbias=needs_dbias)
+    shared = hidden_gradients_flags(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
     return Halfway(routed, shared)
 
 
@@ -244,13 +249,13 @@ class Gradients(NamedTuple):
     adapters: Any
 
 
-def gradients_there(needs: Inputs) -> Gradients:
-    """The parts of :class:`Gradients`."""
+def gradients_flags(needs: Inputs) -> Gradients:
+    """A :class:`Gradients` of flags."""
     x, topk_scores, _, _, shared_scores, weights, shared, biases, adapters = needs
-    of_weights = weight_grads_there(weights), weight_grads_there(shared)
+    of_weights = weight_grads_flags(weights), weight_grads_flags(shared)
     return Gradients(x, topk_scores, shared_scores, *of_weights, biases, tuple(adapters))
 
 
-def weight_grads_there(needs: ExpertWeights[Any]) -> WeightGrads:
-    """The weight gradients of an FFN, of whose weights these are needed."""
+def weight_grads_flags(needs: ExpertWeights[Any]) -> WeightGrads:
+    """A :class:`titan_fp8moe.layer.ffn.WeightGrads` of flags, for an FFN of whose weights these are needed."""
     return WeightGrads(needs.w1 or needs.w3, needs.w2)

@@ -11,8 +11,7 @@ flushing and rounding follow from it on the host.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ _SIZES = ((_UNCOUNTED + 1) * _CODES, 256, 256, 1, 1)
 _CHUNK = 1 << 25  # values processed at once, which bounds memory
 
 _collecting = False
-_counts: Tensor | None = None
+_counts: Any = None
 
 
 def collecting() -> bool:
@@ -147,7 +146,6 @@ def record(
         # Padding counts as zeros: underflow is the nonzero inputs without a nonzero code.
         counts_GL = torch.ones(q.shape[2] // BLOCK, BLOCK, dtype=torch.bool, device=q.device)
         _add("w", q, byte_BRG, live_BR, shift_BRG, counts_GL)
-        assert _counts is not None
         _counts[KINDS.index("w"), -1] += sum(torch.count_nonzero(cast(Tensor, w)) for w in ws)
 
 
@@ -161,7 +159,6 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
         shift_BRG: int32, by how much the transpose lowers the exponents; arbitrary where nothing counts.
         counts_GL: (G, 128) bool, which columns count.
     """
-    assert _counts is not None
     values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
     B, R, G = byte_BRG.shape
     code_BMGL = q.view(torch.uint8).view(B, BLOCK, G, BLOCK)
@@ -216,7 +213,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
             "exponent_min": min(exponents, default=math.nan),
             "exponent_mean": mean,
             "exponent_max": max(exponents, default=math.nan),
-            "row_spread_p99": _p99(spreads[:255].tolist()),
+            "row_spread_p99": _p99(spreads[:255]),
         }
         if kind != "w":
             shifted = table[:_UNCOUNTED].clone()
@@ -243,9 +240,7 @@ def _share(part: Tensor, whole: Tensor) -> float:
     return float(part.sum() / whole.sum())
 
 
-def _p99(counts: list[float]) -> float:
+def _p99(counts: Tensor) -> float:
     """The 99th percentile of values of which each is counted at its index."""
-    for value, total in enumerate(accumulate(counts)):
-        if total and total >= 0.99 * sum(counts):
-            return float(value)
-    return math.nan
+    total = counts.cumsum(0)
+    return float(torch.searchsorted(total, 0.99 * total[-1])) if total[-1] else math.nan

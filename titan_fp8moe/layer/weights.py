@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK
 from titan_fp8moe.spec import ExpertSpec
 
 Weight = Tensor | Fp8Weight
@@ -43,7 +42,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
         """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them. A
         linear has w1 alone."""
         one = self.w3 is not None or self.w2 is None or expert.interleaved or not expert.gated
-        if one or self.w1.shape[1] % (2 * TILE) == 0:
+        if one or self.w1.shape[1] % (2 * BLOCK) == 0:
             return self
         gate, up = self.w1.chunk(2, 1)
         return ExpertWeights(gate, self.w2, up)
@@ -55,11 +54,11 @@ class ExpertWeights(NamedTuple, Generic[W]):
 
     @classmethod
     def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights[Any]":
-        """The inverse of :meth:`pack`: weights, or quantized weights. Further tensors order ops in a graph."""
+        """Weights of their tensors, or quantized weights of :meth:`pack`'s."""
         count = len(cls._fields)
         if len(tensors) == count:
             return cls(*tensors)
-        pairs = zip(tensors[:count], tensors[count : 2 * count], strict=True)
+        pairs = zip(tensors[:count], tensors[count:], strict=True)
         return cls(*(None if q is None else Fp8Weight(q, cast(Tensor, scale)) for q, scale in pairs))
 
 
@@ -87,13 +86,11 @@ class Biases(NamedTuple, Generic[W]):
             return gate, up
         return self.b1.contiguous(), self.b3.contiguous()
 
-    def gradients(self: "Biases[Tensor]", dbias: Tensor | None, needed: "Biases[Any]") -> "Biases[Any]":
-        """Splits the gradients of gate, up and down in one (E, 2H + D), or None; None where not needed.
+    def gradients(self: "Biases[Tensor]", dbias: Tensor, needed: "Biases[Any]") -> "Biases[Any]":
+        """Splits the gradients of gate, up and down in one (E, 2H + D); None where not needed.
 
         Each is dense, as fused optimizers read it. For a plain parameter autograd would copy it otherwise.
         """
-        if dbias is None:
-            return NO_BIASES
         sizes = [b.shape[1] for b in (self.b1, self.b3, self.b2) if b is not None]
         b1, *b3, b2 = dbias.split(sizes, 1)
         grads, dense = Biases(b1, b2, *b3), torch.contiguous_format
@@ -126,17 +123,11 @@ class SharedExperts(NamedTuple):
 
 
 NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
-NO_BIASES: Biases[Any] = Biases(None, None, None)
 
 
 def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
     """The matrices of an FFN, (H, D), (D, H) and (H, D) or None, as the weights of one expert."""
     return ExpertWeights(*cast(Any, [None if w is None else w.unsqueeze(0) for w in weights]))
-
-
-def without_expert_dim(grads: ExpertWeights[Any]) -> ExpertWeights[Any]:
-    """Gradients (1, N, K) of one expert as gradients of its matrices (N, K)."""
-    return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads))
 
 
 def are_frozen(parameters: Iterable[Tensor | None]) -> bool:
@@ -156,11 +147,3 @@ def place_as(grad: Tensor | None, spec: Any) -> DTensor | None:
         return DTensor(grad, copy.copy(spec), requires_grad=False)
     # With strides of its own: optimizers believe them, and autograd copies what does not lie as the parameter.
     return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False)
-
-
-def readable(weights: ExpertWeights[Tensor]) -> ExpertWeights[Weight]:
-    """The weights themselves, or the values that FSDP gathered in FP8."""
-    if not isinstance(weights.w1, Fp8GatheredWeight):
-        return cast(Any, weights)
-    values: Any = weights
-    return ExpertWeights(*cast(Any, [None if w is None else w.quantized for w in values]))

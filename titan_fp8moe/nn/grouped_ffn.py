@@ -69,7 +69,7 @@ def grouped_ffn(
     Raises:
         ValueError: for other shapes, dtypes or devices, DTensors, or more rows than the kernels take. On a CPU also for
             ``offs`` that decrease or exceed M. A GPU does not check them, which would take kernels of its own.
-        RuntimeError: in torch.func's transforms, torch.jit.trace, and torch.export with gradients.
+        RuntimeError: in torch.export with gradients.
 
     Example::
 

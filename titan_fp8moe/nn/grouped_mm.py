@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
-from titan_fp8moe.layer.checks import check_caller
+from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import row_capacity
@@ -72,7 +72,7 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
             f"{w.shape[2]}; use torch._grouped_mm for this layer"
         )
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
-    check_caller(x)
+    check_device(x)
     check_ends("grouped_mm", offs, x.shape[0])
 
 

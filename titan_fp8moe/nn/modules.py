@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.dispatch import check_member
-from titan_fp8moe.layer.checks import check_stored_gate_up
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.host import HostLayer
@@ -304,7 +303,6 @@ class Fp8RoutedExperts(_RunsLayer):
                 f"activation {expert.activation!r} takes {expert.rows_per_unit} rows of w1 and w3 together per hidden "
                 f"unit, of which w2 has {w2.shape[2]}; got {w13.shape[1]} rows"
             )
-        check_stored_gate_up(w13, None, expert)
         self.expert, self.config, self.ep_group = expert, config, ep_group
         for name, weight in (("w13", w13), ("w2", w2)):
             for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):

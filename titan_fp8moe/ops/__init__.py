@@ -28,7 +28,6 @@ from titan_fp8moe.ops.permute import (
 )
 from titan_fp8moe.ops.quantize import (
     Fp8Weight,
-    PaddedAsOne,
     dequantize_rows,
     quantize_group,
     quantize_rows,

@@ -4,7 +4,6 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 """
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,11 +24,10 @@ def with_kernel(reference: Callable[P, R], kernel: Callable[..., Any]) -> Callab
 
     ``kernel`` takes the same arguments, whose types stand at the reference.
     """
-    first_name = next(iter(inspect.signature(reference).parameters))
 
     @functools.wraps(reference)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        first: Any = args[0] if args else kwargs[first_name]
+        first: Any = args[0]
         if isinstance(first, list):
             first = first[0]
         return (kernel if use_kernels(first) else reference)(*args, **kwargs)
@@ -37,13 +35,16 @@ def with_kernel(reference: Callable[P, R], kernel: Callable[..., Any]) -> Callab
     return run
 
 
-def custom_op(function: Callable[P, R], name: str = "") -> Callable[P, R]:
+def custom_op(function: Callable[P, R], name: str = "", of_backward: bool = False) -> Callable[P, R]:
     """Registers a function of tensors as ``torch.ops.titan_fp8moe.<name>``, by default its own without the underscore.
 
-    The op is functional: no result shares memory with an argument or another result. Buffers that an argument holds
-    may change all the same, which the schema does not tell: graphs would copy them. To trace the op, PyTorch runs the
+    The op is functional: no result shares memory with an argument or another result. It may write to kept weights and
+    NaN flags among its arguments, which the schema hides: graphs would copy them. To trace the op, PyTorch runs the
     function on fake tensors, where each kernel's Python allocates its results, and no kernel is launched. The recipe
     would do for most, but has up to a hundred operators.
+
+    An op of a forward raises RuntimeError in a backward, as of a program that was exported under no_grad. One
+    ``of_backward`` does without this check, which takes as long as the dispatcher itself.
     """
     name = name or function.__name__.removeprefix("_")
     _library.define(name + torch.library.infer_schema(function, mutates_args=()))
@@ -55,7 +56,8 @@ def custom_op(function: Callable[P, R], name: str = "") -> Callable[P, R]:
             return function(*args, **kwargs)
 
     torch.library.register_fake(op, fake, lib=_library)
-    torch.library.register_autograd(op, _no_gradient, lib=_library)  # for a program that was exported under no_grad
+    if not of_backward:
+        torch.library.register_autograd(op, _no_gradient, lib=_library)
     return cast(Any, op)
 
 
@@ -127,7 +129,8 @@ def before_first_kernel(gate: Callable[[], None]) -> None:
 
 
 def use_kernels(x: torch.Tensor) -> bool:
-    """Whether functions run their kernels on ``x``; where launches are recorded, their Python alone."""
+    """Whether functions run their kernels on ``x``; where launches are recorded, their Python alone. The first call on
+    a GPU calls the gate, which may raise."""
     return is_recording() or (x.is_cuda and not _emulating and (_gate is None or pass_gate()))
 
 

@@ -18,8 +18,8 @@ dequantize_rows = with_kernel(recipe.dequantize_rows, kernels.dequantize_rows)
 class Fp8Weight(NamedTuple):
     """Weights of all local experts in FP8: operands of the GEMMs, and a form in which to store frozen weights.
 
-    N and K of other sizes are padded with zeros. Quantize gate and up apart, since each of the two is padded. The layer
-    refuses the two in one :class:`PaddedAsOne`; ``Fp8Weight(q, scale)`` of tensors is taken as it is.
+    N and K of other sizes are padded with zeros. Quantize gate and up apart unless H is a multiple of 128: a layer
+    looks for padding behind each of the two.
 
     Attributes:
         q: (E, N, K) e4m3, contiguous, N and K multiples of 128.
@@ -32,8 +32,7 @@ class Fp8Weight(NamedTuple):
     @classmethod
     def quantize(cls, w: Tensor) -> "Fp8Weight":
         """The FP8 form of (E, N, K) bf16 or fp32, as a forward quantizes it."""
-        q, _, scale = _operands((w.detach(),), True, False)
-        return _kind(w)(q, scale)
+        return quantize_weight(w.detach())
 
     @classmethod
     def of_blocks(cls, q: Tensor, scale: Tensor, *, scales: Literal["exact", "round"] = "exact") -> "Fp8Weight":
@@ -48,7 +47,7 @@ class Fp8Weight(NamedTuple):
         Raises:
             ValueError: for other shapes or dtypes, and for such scales unless ``round``.
         """
-        sizes, kind = [recipe.padded(size) for size in q.shape[1:]], _kind(q)
+        sizes = [recipe.padded(size) for size in q.shape[1:]]
         if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // BLOCK for size in sizes)):
             raise ValueError(
                 f"FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block; got {tuple(q.shape)} {q.dtype} "
@@ -59,13 +58,13 @@ class Fp8Weight(NamedTuple):
             q = torch.nn.functional.pad(q.detach().view(torch.uint8), padding).view(FP8)
         exponents = scale_exponents(scale)
         if not scale.is_floating_point() or scale.dtype == E8M0 or _are_powers_of_two(scale):
-            return kind(q.detach().contiguous(), exponents)
+            return cls(q.detach().contiguous(), exponents)
         if scales == "exact":
             raise ValueError(
                 "the scales of these FP8 weights are no powers of two, but the recipe's are; let them be rounded with "
                 'scales="round", at one more rounding to e4m3, or load the weights dequantized to bf16'
             )
-        rounded = kind(torch.empty_like(q, requires_grad=False), torch.empty_like(exponents))
+        rounded = cls(torch.empty_like(q, requires_grad=False), torch.empty_like(exponents))
         for e in range(q.shape[0]):  # one expert's fp32 values at a time
             values = q[e].detach().float() * scale[e].detach().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
             for kept, new in zip(rounded, cls.quantize(values.unsqueeze(0)), strict=True):
@@ -87,16 +86,6 @@ class Fp8Weight(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.q.device
-
-    def dim(self) -> int:
-        return self.q.dim()
-
-
-class PaddedAsOne(Fp8Weight):
-    """A weight whose N was padded. As gate and up in one, both would be read from wrong rows. No shape shows it if
-    their H leaves 80, 96 or 112 modulo 128."""
-
-    __slots__ = ()
 
 
 def scale_exponents(scale: Tensor) -> Tensor:
@@ -120,10 +109,6 @@ def _are_powers_of_two(scale: Tensor) -> bool:
     bits = scale.detach().float().view(torch.int32)
     byte = bits >> 23
     return bool(((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all())
-
-
-def _kind(w: Tensor) -> type[Fp8Weight]:
-    return PaddedAsOne if w.shape[1] % BLOCK else Fp8Weight
 
 
 def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,20 +175,18 @@ refresh_weight = with_kernel(_refresh_weight, kernels.refresh_weight)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
-    if isinstance(weights[0], Fp8Weight):
-        first, *rest = cast(list[Fp8Weight], list(weights))
-        ((last, last_scale),) = rest or [(None, None)]
-        return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
-    tensors = cast(list[Tensor], list(weights))
-    first, last = tensors[0], tensors[-1]
+    first, last = weights[0], weights[-1]
     alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
-    if not alike or len(tensors) > 2 or first.dtype not in (torch.bfloat16, torch.float32):
-        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in tensors)
+    if not alike or len(weights) > 2 or first.dtype not in (torch.bfloat16, torch.float32, FP8):
+        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
         raise ValueError(
             "quantize_weight: one or two weights (E, N, K) must share E, K and a dtype, bf16 or fp32; "
             f"got {got}; use w.bfloat16()"
         )
-    return quantize_weights(tensors, plain, transposed)
+    if isinstance(first, Fp8Weight):
+        last, last_scale = cast(Fp8Weight, last) if len(weights) == 2 else (None, None)
+        return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
+    return quantize_weights(cast(list[Tensor], list(weights)), plain, transposed)
 
 
 def quantize_weight(*weights: Tensor | Fp8Weight) -> Fp8Weight:

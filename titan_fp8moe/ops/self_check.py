@@ -48,10 +48,8 @@ def self_check() -> list[str]:
         The names of the ops that differ; empty if all agree.
 
     Raises:
-        RuntimeError: without a GPU, or if the ops run the reference there (:func:`titan_fp8moe.ops.emulate`).
+        RuntimeError: if the ops run the reference on the GPU (:func:`titan_fp8moe.ops.emulate`).
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("self_check compares kernels with the reference, but there is no GPU")
     if backend.emulating():
         raise RuntimeError("self_check compares kernels with the reference, but ops.emulate(True) has turned them off")
     with backend.open_gate(), torch.no_grad():
