@@ -159,7 +159,7 @@ class Workspace:
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
         self.overflow, self.done = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self.stream = _transfers(device) if device.type == "cuda" else None
-        self.scratch: list[Tensor] = []
+        self.scratch: list[Tensor | None] = []
         if device.type == "cuda":
             self._forked, self._moved = torch.cuda.Event(), torch.cuda.Event()
         self.in_flight = self.interrupted = self.captured = False
