@@ -29,170 +29,122 @@ State = dict[str, torch.Tensor]
 TOLERANCE = 0.005
 
 
-@pytest.fixture(scope="module")
-def out(case_dir: Path) -> Path:  # noqa: F811
-    return case_dir
-
-
-@pytest.fixture(scope="module")
-def seed_checkpoint(out: Path) -> Path:
-    """Made by torchtitan's command line with the converter on, without a GPU."""
-    data = [
-        "--training.dataset=c4_test",
-        f"--training.dataset_path={out}/data",
-        f"--model.hf_assets_path={out}/tokenizer",
-    ]
-    args = [*COMMON, *data, "--model.converters=fp8_flow_moe", f"--job.dump_folder={out}/seed"]
+def make_seed_checkpoint(out: Path) -> None:
+    """By torchtitan's command line with the converter on, without a GPU."""
+    data = ("--training.dataset=c4_test", f"--training.dataset_path={out}/data", f"--job.dump_folder={out}/seed")
+    args = [*COMMON, *data, f"--model.hf_assets_path={out}/tokenizer", "--model.converters=fp8_flow_moe"]
     run = run_workers("-m", 1, "torchtitan.train", *args, "--checkpoint.create_seed_checkpoint", cpu_only=True)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
-    return out / "seed/checkpoint/step-0"
 
 
-@pytest.fixture(scope="module")
-def quantized_model(out: Path) -> State:
-    """Writes a checkpoint as DeepSeek publishes them to OUT/quantized, and returns its dequantized tensors.
+def write_quantized(folder: Path) -> State:
+    """A checkpoint as DeepSeek publishes them; returns torchtitan's state of its dequantized tensors.
 
     Matrices of the layers are e4m3 with one fp32 scale per 128x128 block; router, norms, embeddings and output are
-    bf16, the routing bias is fp32.
+    bf16, the routing bias is fp32. Scales and weights are in different files, too.
     """
     torch.manual_seed(0)
     args = copy.deepcopy(deepseekv3_args["tiny"])
     args.update_from_config(JobConfig())
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in DeepSeekV3Model(args).state_dict().items()}
-    state = {name: torch.randn(shape) * 0.05 for name, shape in shapes.items()}
-    stored, expected = {}, {}
-    for name, value in DeepSeekV3StateDictAdapter(args, None).to_hf(state).items():
+    adapter, stored, expected = DeepSeekV3StateDictAdapter(args, None), {}, {}
+    for name, value in adapter.to_hf({name: torch.randn(shape) * 0.05 for name, shape in shapes.items()}).items():
+        stored[name] = value if name.endswith("e_score_correction_bias") else value.bfloat16()
+        expected[name] = stored[name].float()
         if name.endswith("_proj.weight") or "kv_a_proj" in name:
-            weight, scale = quantize_blocks(value)
-            stored |= {name: weight, f"{name}_scale_inv": scale}
-            expected[name] = weight.float() * spread_blocks(scale, weight.shape)
-        else:
-            stored[name] = value if name.endswith("e_score_correction_bias") else value.bfloat16()
-            expected[name] = stored[name].float()
-    folder = out / "quantized"
+            N, K = value.shape
+            padded = torch.nn.functional.pad(value.abs(), (0, -K % 128, 0, -N % 128))
+            stored[f"{name}_scale_inv"] = scale = (
+                padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)) / 448
+            )
+            spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:N, :K]
+            stored[name] = (value / spread).to(torch.float8_e4m3fn)
+            expected[name] = stored[name].float() * spread
     folder.mkdir()
-    names = [sorted(stored)[i::2] for i in range(2)]  # scales and weights in different files, too
-    files = [f"model-{i + 1:05}-of-00002.safetensors" for i in range(2)]
-    for file, part in zip(files, names, strict=True):
-        save_file({name: stored[name].contiguous() for name in part}, folder / file)
-    weight_map = {name: file for file, part in zip(files, names, strict=True) for name in part}
+    weight_map = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(stored))}
+    for file in {*weight_map.values()}:
+        save_file({name: stored[name].contiguous() for name in stored if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return expected
-
-
-def spread_blocks(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-
-
-def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    padded = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % 128, 0, -weight.shape[0] % 128))
-    scale = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)) / 448
-    return (weight / spread_blocks(scale, weight.shape)).to(torch.float8_e4m3fn), scale
+    return adapter.from_hf(expected)
 
 
 @pytest.fixture(scope="module")
-def results(out: Path, seed_checkpoint: Path, quantized_model: State) -> WorkerResults:
+def states(case_dir: Path) -> dict[str, State]:  # noqa: F811
+    """What the runs start from that no run has saved."""
+    make_seed_checkpoint(case_dir)
+    seed = read_dcp(case_dir / "seed/checkpoint/step-0")
+    return {"quantized": write_quantized(case_dir / "quantized"), "seed": model_only(seed)}
+
+
+@pytest.fixture(scope="module")
+def results(case_dir: Path, states: dict[str, State]) -> WorkerResults:  # noqa: F811
     groups = {1: [*ONE_RANK], 2: [*TWO_RANKS], 4: [*FOUR_RANKS]}
-    return WorkerResults(out, "checkpoint_worker.py", groups, cpu_only=True)
-
-
-def checkpoint(out: Path, run: str, step: int) -> Path:
-    return out / run / f"checkpoint/step-{step}"
-
-
-def assert_same_state(state: State, expected: State) -> None:
-    assert state.keys() == expected.keys()
-    assert state, "nothing to compare"
-    different = [name for name, value in state.items() if not torch.equal(value, expected[name])]
-    assert not different
+    return WorkerResults(case_dir, "checkpoint_worker.py", groups, cpu_only=True)
 
 
 def model_only(state: State) -> State:
     return {name: value for name, value in state.items() if not name.startswith("optimizer.")}
 
 
-def assert_continues(losses: dict[int, float], uninterrupted: dict[int, float], steps: range, tolerance: float) -> None:
-    assert list(losses) == list(steps)
-    assert [losses[i] for i in steps] == pytest.approx([uninterrupted[i] for i in steps], rel=tolerance)
-
-
-def read_dcp(path: Path, tmp_path: Path) -> State:
+def read_dcp(path: Path) -> State:
     """The tensors of model and optimizer in a checkpoint."""
-    dcp_to_torch_save(path, tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    dcp_to_torch_save(path, path / "whole.pt")
+    whole = torch.load(path / "whole.pt", weights_only=False)
     optimizer = {f"optimizer.{k}": v for k, v in whole.pop("optimizer", {}).items()}
     return {k: v for k, v in (whole | optimizer).items() if torch.is_tensor(v)}
 
 
-def test_bf16_to_fp8_and_back(results: WorkerResults):
-    """bf16 for 2 steps, FP8 for 2, bf16 for 2: everything is carried over, and the loss has no step."""
-    uninterrupted, fp8, back = (results.get(run) for run in ("bf16", "fp8_from_bf16", "bf16_from_fp8"))
-    losses = uninterrupted["losses"]
+def assert_same_state(state: State, expected: State) -> None:
+    assert state.keys() == expected.keys() and state
+    assert not [name for name, value in state.items() if not torch.equal(value, expected[name])]
+
+
+LOADED = [
+    # A run, what it has loaded, its first step, the run that has the same batches and losses so many steps later (after
+    # a model alone a run counts from step 1), and their relative difference.
+    ("fp8_from_bf16", "bf16/checkpoint/step-2", 3, "bf16", 0, TOLERANCE),
+    ("bf16_from_fp8", "fp8_from_bf16/checkpoint/step-4", 5, "bf16", 0, TOLERANCE),
+    ("fp8_from_hf", "bf16_to_hf", 1, "bf16", 4, TOLERANCE),
+    ("bf16_from_hf", "fp8_to_hf", 1, "bf16", 4, TOLERANCE),
+    ("ep2_from_hf", "bf16_to_hf", 1, "bf16", 4, TOLERANCE),
+    ("ep4_from_ep2", "ep2/checkpoint/step-2", 3, "ep2", 0, 1e-3),  # the same numbers but for the order of sums
+    ("fsdp2_fp8_gather", "bf16/checkpoint/step-2", 3, "bf16", 0, TOLERANCE),
+    ("ep2_from_seed", "seed", 1, "bf16", 0, TOLERANCE),
+    ("bf16", "seed", 1, "bf16", 0, 0),
+    ("quantized", "quantized", 1, "quantized", 0, 0),  # initial_load_in_hf_quantized
+    ("ep2_quantized", "quantized", 1, "quantized", 0, TOLERANCE),
+    ("fsdp2_quantized", "quantized", 1, "quantized", 0, TOLERANCE),
+]
+
+
+@pytest.mark.parametrize(("run", "source", "first", "other", "later", "tolerance"), LOADED)
+def test_what_a_run_loads(
+    results: WorkerResults, states: dict[str, State], run, source, first, other, later, tolerance
+):
+    """Parameters and optimizer are what was saved, bit for bit, and the loss has no step."""
+    result, reference = results.get(run), results.get(other)["losses"]
+    if "checkpoint" in source:
+        state = read_dcp(results.out / source)
+        assert any(name.startswith("optimizer.") and "experts.w1" in name for name in state)
+    else:
+        state = states[source] if source in states else model_only(results.get(source)["saved"])
+    assert_same_state(result["loaded"], state)
+    assert min(result["losses"]) == first
+    for step, loss in result["losses"].items():
+        assert math.isfinite(loss) and loss == pytest.approx(reference[step + later], rel=tolerance)
+
+
+def test_what_a_run_saves(results: WorkerResults):
+    """The parameters, under the same keys as in bf16, whatever FSDP gathers, also in Hugging Face's format."""
+    losses = results.get("bf16")["losses"]
     assert losses[3] < losses[1] * (1 - 10 * TOLERANCE), "a lost checkpoint would not show"
-    assert_continues(fp8["losses"], uninterrupted["losses"], range(3, 5), TOLERANCE)
-    assert_continues(back["losses"], uninterrupted["losses"], range(5, 7), TOLERANCE)
-    assert fp8["losses"][3] != uninterrupted["losses"][3], "the converter did nothing"
-    assert_same_state(back["loaded"], fp8["saved"])
-
-    keys = [
-        FileSystemReader(checkpoint(results.out, run, 4)).read_metadata().state_dict_metadata.keys()
-        for run in ("bf16", "fp8_from_bf16")
-    ]
+    assert results.get("fp8_from_bf16")["losses"][3] != losses[3], "the converter did nothing"
+    paths = [results.out / run / "checkpoint/step-4" for run in ("bf16", "fp8_from_bf16", "fsdp2_fp8_gather")]
+    keys = [FileSystemReader(path).read_metadata().state_dict_metadata.keys() for path in paths[:2]]
     assert keys[0] == keys[1]
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("bf16_to_hf", "fp8_from_hf"), ("fp8_to_hf", "bf16_from_hf"), ("bf16_to_hf", "ep2_from_hf")]
-)
-def test_through_hugging_face_format(results: WorkerResults, saved: str, loaded: str):
-    """Saved after step 4. Only the model is: the next run counts from step 1, which has the batch of step 5."""
-    uninterrupted, saved, loaded = (results.get(run) for run in ("bf16", saved, loaded))
-    assert_same_state(loaded["loaded"], model_only(saved["saved"]))
-    assert loaded["losses"][1] == pytest.approx(uninterrupted["losses"][5], rel=TOLERANCE)
-
-
-def test_expert_parallel_to_hugging_face_format(results: WorkerResults):
-    saved = results.get("ep2")["saved"]
-    (file,) = checkpoint(results.out, "ep2", 4).glob("*.safetensors")
-    adapter = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None)
-    assert_same_state(adapter.from_hf(load_file(file)), model_only(saved))
-
-
-@pytest.mark.parametrize("run", ["quantized", "ep2_quantized", "fsdp2_quantized"])
-def test_deepseek_fp8_checkpoint(results: WorkerResults, quantized_model: State, run: str):
-    """initial_load_in_hf_quantized: parameters are the dequantized values, on any layout."""
-    result = results.get(run)
-    expected = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None).from_hf(quantized_model)
-    assert_same_state(result["loaded"], expected)
-    for titan, hf in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
-        experts = [quantized_model[f"model.layers.2.mlp.experts.{e}.{hf}_proj.weight"] for e in range(8)]
-        assert torch.equal(result["loaded"][f"layers.2.moe.experts.{titan}"], torch.stack(experts))
-    assert math.isfinite(result["losses"][1])
-
-
-def test_ep2_to_ep4(results: WorkerResults, tmp_path: Path):
-    """Twice as many ranks continue: same parameters and optimizer state, bit for bit, and the same losses."""
-    ep2, ep4 = results.get("ep2"), results.get("ep4_from_ep2")
-    saved = read_dcp(checkpoint(results.out, "ep2", 2), tmp_path)
-    assert any(name.startswith("optimizer.") and "experts.w1" in name for name in saved)
-    assert_same_state(ep4["loaded"], saved)
-    # The same numbers but for the order of sums.
-    assert_continues(ep4["losses"], ep2["losses"], range(3, 5), 1e-3)
-
-
-def test_weights_gathered_in_fp8(results: WorkerResults, tmp_path: Path):
-    """Checkpoints hold the parameters, whatever FSDP gathers."""
-    run, uninterrupted = results.get("fsdp2_fp8_gather"), results.get("bf16")
-    assert_same_state(run["loaded"], read_dcp(checkpoint(results.out, "bf16", 2), tmp_path))
-    assert_same_state(run["saved"], read_dcp(checkpoint(results.out, "fsdp2_fp8_gather", 4), tmp_path))
-    assert_continues(run["losses"], uninterrupted["losses"], range(3, 5), TOLERANCE)
-
-
-def test_seed_checkpoint(results: WorkerResults, seed_checkpoint: Path, tmp_path: Path):
-    """Made with the converter, it is the model that a bf16 run with the same seed starts with; EP2 loads it."""
-    seed = model_only(read_dcp(seed_checkpoint, tmp_path))
-    assert_same_state(seed, results.get("bf16")["loaded"])
-    loaded = results.get("ep2_from_seed")
-    assert_same_state(loaded["loaded"], seed)
-    assert loaded["losses"][1] == pytest.approx(results.get("bf16")["losses"][1], rel=TOLERANCE)
+    for path in paths[1:]:
+        assert_same_state(results.get(path.parts[-3])["saved"], read_dcp(path))
+    (file,) = (results.out / "ep2/checkpoint/step-4").glob("*.safetensors")
+    saved = DeepSeekV3StateDictAdapter(deepseekv3_args["tiny"], None).from_hf(load_file(file))
+    assert_same_state(saved, model_only(results.get("ep2")["saved"]))

@@ -1,13 +1,14 @@
-"""The FP8 export of torchtitan's checkpoints: what it writes, that torchtitan reads it back, and what a job says."""
+"""The FP8 export of folders and of torchtitan's checkpoints: what it writes and verifies, and what it refuses."""
 
 import copy
 import json
 import multiprocessing
-import shutil
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.qwen3 import qwen3_args
@@ -25,18 +25,181 @@ from tests.layer import assert_equal, refused
 from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
-from titan_fp8moe.export_fp8 import files, fp8_tensors, model_config
-from titan_fp8moe.export_fp8.files import TensorInfo
+from titan_fp8moe.export_fp8 import fp8_tensors
+from titan_fp8moe.export_fp8.files import FORMAT, INDEX
+from titan_fp8moe.export_fp8.model_config import check_config
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
-from titan_fp8moe.torchtitan.dry_run import build_model
 from titan_fp8moe.trainer import preflight
 
+State = dict[str, torch.Tensor]
+D, E = 128, 3
+CONFIG = dict(num_hidden_layers=2, hidden_size=D, vocab_size=64, num_experts=E, tie_word_embeddings=False)
+NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+PART, EXPERT = "model.layers.0.", "model.layers.1.mlp.experts.2.up_proj.weight"
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.fixture
+def export(monkeypatch, capsys) -> Callable[..., str]:
+    """Runs the command line; returns what it printed."""
+
+    def run(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["export_fp8", *map(str, arguments)])
+        export_fp8.main()
+        return "".join(capsys.readouterr())
+
+    return run
+
+
+def load(folder: Path) -> State:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    return (torch.randn(*shape) * 0.05).bfloat16()
+
+
+def block(prefix: str) -> State:
+    parts = [f"mlp.experts.{e}.{part}_proj" for e in range(E) for part in ("gate", "up", "down")]
+    state = {f"{prefix}{part}.weight": tensor(D, D) for part in ("self_attn.q_proj", *parts)}
+    return state | {f"{prefix}mlp.gate.weight": tensor(E, D)}
+
+
+def model() -> State:
+    state = {EMBEDDING: tensor(64, D), HEAD: tensor(64, D), NORM: tensor(D)}
+    return state | block(PART) | block("model.layers.1.")
+
+
+def write(folder: Path, state: State, config: object = CONFIG, file: str = "model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(state, folder / file)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def without(state: State, *parts: str) -> State:
+    return {name: value for name, value in state.items() if not any(part in name for part in parts)}
+
+
+# --- folders of Hugging Face's ----------------------------------------------------------------------------------------
+
+MTP = CONFIG | dict(num_nextn_predict_layers=1)
+SHARED = {f"model.layers.{layer}.mlp.shared_experts.up_proj.weight": tensor(200, D) for layer in (0, 1)}
+CHOSEN = "--quantize .shared_experts. q_proj --filter-fqns layers.1."
+FOLDERS: list[tuple[str, str, State, dict, str]] = [
+    # What wraps layer 1 and the model, further tensors, config.json, options. Other stacks are not the decoder.
+    ("", "", block("model.vision_tower.layers.7."), CONFIG, ""),
+    ("", "", block("mtp.layers.0."), MTP | dict(moe_intermediate_size=[D, D]), ""),
+    ("", "", block("model.layers.2."), MTP, ""),  # DeepSeek's multi-token prediction
+    ("", "", {}, dict(text_config=CONFIG, vision_config=dict(num_hidden_layers=9, hidden_size=7)), ""),
+    ("", "_orig_mod.", {}, CONFIG, ""),
+    ("_fsdp_wrapped_module.", "_fsdp_wrapped_module.", {}, CONFIG, ""),
+    ("_checkpoint_wrapped_module._orig_mod.", "module._orig_mod.", {}, CONFIG, ""),
+    ("", "base_model.model.module.", {}, CONFIG, ""),
+    ("", "", SHARED, CONFIG, CHOSEN),
+]
+
+
+@pytest.mark.parametrize(("layer", "root", "further", "config", "options"), FOLDERS)
+def test_folders(export, tmp_path, layer, root, further, config, options):
+    """Names, what is FP8, the modules that are not, and the last line, which lists what was compared."""
+    state, out = model() | further, tmp_path / "out"
+    stored = {root + name.replace("layers.1.", f"layers.1.{layer}"): value for name, value in state.items()}
+    said = export(write(tmp_path / "hf", stored, config), out, "--verify", *options.split()).splitlines()
+    fp8 = {name for name in state if ".experts." in name}
+    if options:
+        fp8 = {f"{PART}self_attn.q_proj.weight", f"{PART}mlp.shared_experts.up_proj.weight"}
+    assert said[0] == f"{len(fp8)} matrices in FP8, 0 tensors rounded from fp32 to bf16"
+    assert f"verified: {len(state) + len(fp8)} tensors are the checkpoint's, bit for bit" in said[-1]
+    assert "num_hidden_layers, num_experts, tie_word_embeddings, vocab_size, hidden_size" in said[-1]
+    written = load(out)
+    assert {name for name in written if not name.endswith("_scale_inv")} == state.keys()
+    assert {name for name, value in written.items() if value.dtype == recipe.FP8} == fp8
+    kept = json.loads((out / "config.json").read_bytes())["quantization_config"]["modules_to_not_convert"]
+    bf16 = {name.removesuffix(".weight") for name in state.keys() - fp8 - {NORM}}
+    assert {*kept} == {name.partition(".experts.")[0] + ".experts" * (".experts." in name) for name in bf16}
+
+
+@pytest.mark.parametrize("layout", ["single", "index", "numbered"])
+@pytest.mark.parametrize("stray", ["adapter_model", "consolidated", "shard-00001-model-00001-of-00001"])
+def test_files_of_a_folder(export, tmp_path, layout, stray):
+    """Those that Transformers would read, or all that several ranks of torchtitan saved. No other file is the model's,
+    and none may be missing."""
+    state, folder = model(), tmp_path / "hf"
+    write(folder, {"layers.0.feed_forward.experts.0.w1.weight": tensor(D, D)}, file=f"{stray}.safetensors")
+    files = ["model.safetensors"] if layout == "single" else [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weight_map = {name: files[i % len(files)] for i, name in enumerate(state)}
+    for file in files:
+        write(folder, {name: state[name] for name in state if weight_map[name] == file}, file=file)
+    if layout == "index":
+        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    export(folder, tmp_path / "out", "--verify")
+    assert {name for name in load(tmp_path / "out") if not name.endswith("_scale_inv")} == state.keys()
+    (folder / files[-1]).unlink()
+    with refused(files[-1] if layout == "index" else "has neither .metadata", error=SystemExit):
+        export(folder, tmp_path / "other")
+
+
+def test_other_files(export, tmp_path):
+    """Are copied, but for other kinds and for folders that hold weights; these are named. All follow the umask."""
+    folder, out = write(tmp_path / "hf", model()), tmp_path / "hf" / "fp8"
+    copied = {"additional_chat_templates/tool_use.jinja", "encoding/encoding.py", "encoding/tests/in.json"}
+    copied |= {"tokenizer.json", "encoding/other.py", "prompts/nested/in.txt"}
+    left = {"README.md", "encoding/README.md", "figures/speed.png"}
+    weights = {"checkpoint-5/config.json", "checkpoint-5/model.safetensors", "original/params.json", "original/m.pth"}
+    for name in copied | left | weights | {".cache/huggingface/in.json", ".gitattributes"}:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    before = os.umask(0o027)
+    try:
+        said = export(folder, out, "--verify")
+    finally:
+        os.umask(before)
+    assert f"not copied from {folder}: checkpoint-5/, fp8/, original/, {', '.join(sorted(left))}\n" in said
+    found = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
+    assert found.keys() == copied | {"config.json", INDEX, SHARD}
+    assert all(found[name].read_text() == name for name in copied)
+    assert {path.stat().st_mode & 0o777 for path in found.values()} == {0o640}
+
+
+@pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", NORM, HEAD])
+def test_verify_finds_what_differs(export, tmp_path, name):
+    """One byte, a shape, a tensor, a file that is cut; of shards and of the source."""
+    folder, out = write(tmp_path / "hf", model()), tmp_path / "out"
+    export(folder, out)
+    assert "verified: 43 tensors" in export(folder, out, "--verify-only")
+    tensors, right = load(out), load(out)
+    tensors[name].view(torch.uint8)[-1:].bitwise_xor_(1)
+    for changed in (tensors, without(right, name), right | {name: right[name].unsqueeze(0)}):
+        save_file(changed, out / SHARD)
+        with refused(f"error: {name} is missing, or differs", error=SystemExit):
+            export(folder, out, "--verify-only")
+    for file in (out / SHARD, folder / "model.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+        with refused(f"error: {file} cannot be read (", "copy or save it again", error=SystemExit):
+            export(folder, out, "--verify-only")
+
+
+def test_nothing_of_another_export_stays(export, tmp_path):
+    """OUT is empty at first. What an interruption has left is no export."""
+    folder, out = write(tmp_path / "hf", model()), tmp_path / "out"
+    diverged = write(tmp_path / "nan", model() | {EXPERT: torch.full((D, D), torch.nan).bfloat16()})
+    out.mkdir()
+    with refused(f"{EXPERT} holds a NaN or Inf", error=SystemExit):
+        export(diverged, out, "--shard-gb", 1e-4)
+    assert [*out.glob("*.safetensors")] and not (out / "config.json").exists()
+    for source, target in ((folder, out), (folder, folder)):
+        with refused(f"is there already; choose an empty folder or remove {target}", error=SystemExit):
+            export(source, target)
+
+
+# --- torchtitan's checkpoints -----------------------------------------------------------------------------------------
+
 TOML = "train_configs/debug.toml"
-CONFIG = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")
-ONE_PROCESS = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
-EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
+TINY = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")
+GATE = "model.layers.1.mlp.gate.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +210,13 @@ def hardware_check():
 
 @pytest.fixture(scope="module")
 def job():
-    """The converted tiny model on the meta device, its arguments, and fp32 values of its parameters."""
+    """The converted tiny model on the meta device, its adapter, and fp32 values of its parameters."""
+    config = ConfigManager().parse_args([f"--job.config_file={TOML}"])
     with preflight.for_other_machines():
-        _, args, model = build_model(ConfigManager().parse_args([f"--job.config_file={TOML}"]), ONE_PROCESS)
+        _, args, tiny = dry_run.build_model(config, dry_run.make_parallel_dims(config, 1))
     generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(v.shape, generator=generator) * 0.05 for name, v in model.state_dict().items()}
-    return model, args, state
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tf_model.bin").write_text("weights of another model")
-    return folder
+    state = {name: torch.randn(v.shape, generator=generator) * 0.05 for name, v in tiny.state_dict().items()}
+    return tiny, DeepSeekV3StateDictAdapter(args, None), state
 
 
 @pytest.fixture(scope="module")
@@ -73,255 +228,165 @@ def checkpoint(job, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def export_job(export, checkpoint, assets, tmp_path):
-    """Exports the checkpoint of the job to ``tmp_path``, or to another folder."""
+def export_job(export, checkpoint, tmp_path):
+    """Exports the checkpoint of the job to ``tmp_path / "out"``."""
 
-    def run(*arguments, quantized_from="fp32", out=tmp_path, assets=assets) -> str:
-        told = ["--quantized-from", quantized_from] if quantized_from else []
-        return export(checkpoint, out, "--config", TOML, "--assets", assets, *told, *arguments)
-
-    return run
-
-
-@pytest.fixture
-def export(monkeypatch, capsys):
-    """Runs the command line; returns what it printed."""
-
-    def run(*arguments) -> str:
-        monkeypatch.setattr(sys, "argv", ["export_fp8", *map(str, arguments)])
-        export_fp8.main()
-        return "".join(capsys.readouterr())
+    def run(*arguments, **config) -> str:
+        assets = tmp_path / "assets"
+        assets.mkdir(exist_ok=True)
+        (assets / "config.json").write_text(json.dumps(TINY | config))
+        return export(checkpoint, tmp_path / "out", "--config", TOML, "--assets", assets, *arguments)
 
     return run
-
-
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 def quantized(weight: torch.Tensor) -> torch.Tensor:
-    """What a forward multiplies with, for experts (E, N, K) or one matrix."""
+    """The values that a forward multiplies with, for experts (E, N, K) or one matrix."""
     return recipe.dequantize(*recipe.quantize_weight(weight.view(-1, *weight.shape[-2:]))).view(weight.shape)
 
 
-def is_fp8(name: str) -> bool:
-    return ".moe.experts." in name or ".moe.shared_experts." in name or ".feed_forward." in name
-
-
-def read_back(folder: Path, job) -> dict[str, torch.Tensor]:
-    """As torchtitan loads it with ``initial_load_in_hf_quantized``."""
-    _, args, state = job
-    adapter = DeepSeekV3StateDictAdapter(args, None)
-    loaded = adapter.to_hf({name: torch.empty_like(value) for name, value in state.items()})
-    dcp.load(loaded, storage_reader=adapter.get_hf_storage_reader(str(folder), from_quantized=True), no_dist=True)
-    return adapter.from_hf(loaded)
-
-
 @pytest.mark.parametrize("quantized_from", ["fp32", "fp32-routed", "bf16"])
-def test_torchtitan_reads_what_the_forward_multiplies_with(job, export_job, tmp_path, quantized_from):
-    """``fp32-routed`` takes the routed experts from fp32 and the rest from bf16."""
-    output = export_job("--shard-gb", 2e-3, "--verify", quantized_from=quantized_from)
-    assert f"57 matrices in FP8 from {quantized_from}" in output
-    assert "142 tensors are the checkpoint's, bit for bit" in output
-    assert all(key in output.splitlines()[-1] for key in CONFIG if key != "torch_dtype")
-    assert len(list(tmp_path.glob("model-*-of-00005.safetensors"))) == 5
-    loaded = read_back(tmp_path, job)
-    for key, value in job[2].items():
+def test_torchtitan_reads_what_the_forward_multiplies_with(job, export_job, tmp_path, monkeypatch, quantized_from):
+    """``fp32-routed`` takes the routed experts from fp32 and the rest from bf16. Each of torchtitan's tensors is read
+    once, alone. The shards have DeepSeek's names, dtypes and config."""
+    load_dcp, read, out = dcp.load, [], tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "load", lambda state, **options: read.append([*state]) or load_dcp(state, **options))
+        said = export_job("--shard-gb", 2e-3, "--quantized-from", quantized_from)
+    assert f"57 matrices in FP8 from {quantized_from}, 26 tensors rounded from fp32 to bf16\n" in said
+    _, adapter, state = job
+    assert sorted(read) == [[name] for name in sorted(state)]
+    assert "142 tensors are the checkpoint's" in export_job("--verify-only", "--quantized-from", quantized_from)
+    loaded = adapter.to_hf({name: torch.empty_like(value) for name, value in state.items()})
+    reader = adapter.get_hf_storage_reader(str(out), from_quantized=True)  # initial_load_in_hf_quantized
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    loaded = adapter.from_hf(loaded)
+    for key, value in state.items():
         from_bf16 = quantized_from == "bf16" or (quantized_from == "fp32-routed" and ".moe.experts." not in key)
         want = value if "expert_bias" in key else value.bfloat16()
-        if is_fp8(key):
+        if any(part in key for part in (".moe.experts.", ".moe.shared_experts.", ".feed_forward.")):
             want = quantized(value.bfloat16() if from_bf16 else value)
-        assert torch.equal(loaded[key], want.float()), key
-        if is_fp8(key):  # quantized again, as the next run does, it stays what it is, also from bf16
+            # Quantized again, as the next run does, it stays what it is, also from bf16.
             assert torch.equal(quantized(loaded[key].bfloat16()), loaded[key])
             assert from_bf16 == torch.equal(loaded[key], quantized(value.bfloat16())), key
+        assert torch.equal(loaded[key], want.float()), key
+    config, index = (json.loads((out / file).read_bytes()) for file in ("config.json", INDEX))
+    assert len(config["quantization_config"].pop("modules_to_not_convert")) == 16
+    assert config == TINY | dict(torch_dtype="bfloat16", quantization_config=FORMAT)
+    assert FORMAT["scale_fmt"] == "ue8m0" and FORMAT["weight_block_size"] == [128, 128]
+    files = {
+        f"model-0000{i}-of-00005.safetensors": load_file(out / f"model-0000{i}-of-00005.safetensors")
+        for i in range(1, 6)
+    }
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    sizes = [sum(value.nbytes for value in tensors.values()) for tensors in files.values()]
+    assert max(sizes) <= 2e6 and index["metadata"]["total_size"] == sum(sizes)
+    assert {path.name for path in out.iterdir()} == {*files, INDEX, "config.json"}
 
 
-def test_files(job, export_job, tmp_path):
-    """DeepSeek's names, dtypes and config; everything else of the assets but weights."""
-    export_job()
-    tensors = load(tmp_path)
-    q, scale = recipe.quantize_weight(job[2]["layers.1.moe.experts.w1"])
-    assert torch.equal(tensors[EXPERT].view(torch.uint8), q[3].view(torch.uint8))
-    assert torch.equal(tensors[f"{EXPERT}_scale_inv"], recipe.exp2(recipe.exponent(scale[3])))
-    assert tensors[f"{EXPERT}_scale_inv"].dtype == torch.float32
-    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
-    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
-    assert not any("optimizer" in name for name in tensors)
-    config = json.loads((tmp_path / "config.json").read_text())
-    quantization = config.pop("quantization_config")
-    assert config == CONFIG | {"torch_dtype": "bfloat16"}
-    kept = quantization.pop("modules_to_not_convert")
-    assert quantization == files.FORMAT and files.FORMAT["scale_fmt"] == "ue8m0"
-    matrices = [name for name, value in tensors.items() if value.dtype == torch.bfloat16 and value.ndim == 2]
-    assert sorted(kept) == sorted(name.removesuffix(".weight") for name in matrices) and len(kept) == 16
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == tensors.keys()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json", "tokenizer.json"
-    ]  # fmt: skip
-
-
-def test_filters_and_linears_of_the_job(export_job, tmp_path):
-    """The converter decides: shared experts stay bf16, and so does a whole layer as one module; linears are FP8."""
-    assert "27 matrices in FP8 from fp32" in export_job("--fp8_flow_moe.filter_fqns=shared_experts,layers.2.")
-    kept = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+def test_the_job_decides(export_job, tmp_path):
+    """Shared experts and a whole layer stay bf16, linears are FP8. The ranks tell the precision. It does not matter
+    what the run would resume from, here a checkpoint of two ranks."""
+    state = {f"dataloader.dp_rank_{rank}": b"" for rank in range(2)} | {"w": torch.zeros(1)}
+    dcp.save(state, checkpoint_id=tmp_path / "run/checkpoint/step-8", no_dist=True)
+    resumes = ("--checkpoint.enable", f"--job.dump_folder={tmp_path}/run")
+    options = ("--fp8_flow_moe.filter_fqns=shared_experts,layers.2.", "--fp8_flow_moe.linear_fqns=attention.wo.")
+    assert "30 matrices in FP8 from fp32" in export_job("--world-size", 1, *options, *resumes)
+    kept = json.loads((tmp_path / "out/config.json").read_bytes())["quantization_config"]["modules_to_not_convert"]
     assert "model.layers.2.mlp.experts" in kept and "model.layers.1.mlp.experts" not in kept
     assert "model.layers.1.mlp.shared_experts.up_proj" in kept
-    out = tmp_path / "linears"
-    assert "60 matrices in FP8" in export_job("--fp8_flow_moe.linear_fqns=attention.wo.", out=out)
-    assert load(out)["model.layers.0.self_attn.o_proj.weight"].dtype == recipe.FP8
+    assert load(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight"].dtype == recipe.FP8
 
 
 @pytest.mark.parametrize("damage", [False, True])
-def test_what_the_published_model_has_in_fp32(job, export_job, assets, tmp_path, damage):
+def test_what_the_published_model_has_in_fp32(job, export, checkpoint, tmp_path, damage):
     """Stays so, in files and of a live model. Weights that are a pointer of git-lfs say nothing."""
-    model, args, state = job
-    gate, norm = "model.layers.1.mlp.gate.weight", "model.norm.weight"
-    hf = DeepSeekV3StateDictAdapter(args, None).to_hf(state)
-    published = {name: value if name in (gate, norm) else value.bfloat16() for name, value in hf.items()}
-    folder = shutil.copytree(assets, tmp_path / "published")
-    save_file({name: value.contiguous() for name, value in published.items()}, folder / "model.safetensors")
+    tiny, adapter, state = job
+    hf = {name: value.contiguous() for name, value in adapter.to_hf(state).items()}
+    kept, out = {GATE, NORM} - ({GATE, NORM} if damage else set()), tmp_path / "out"
+    assets = write(tmp_path / "hf", {n: v if n in (GATE, NORM) else v.bfloat16() for n, v in hf.items()}, TINY)
     if damage:
-        (folder / "model.safetensors").write_text("version https://git-lfs")
-    said = export_job("--verify", assets=folder, out=tmp_path / "out")
-    rounded = 26 if damage else 24
-    assert f"57 matrices in FP8 from fp32, {rounded} tensors rounded from fp32 to bf16\n" in said
-    assert f"142 tensors are the checkpoint's, bit for bit after rounding {rounded} from fp32 to bf16; " in said
-    live = copy.deepcopy(model).to_empty(device="cpu")
+        (assets / "model.safetensors").write_text("version https://git-lfs")
+    options = ("--config", TOML, "--assets", assets, "--quantized-from", "fp32", "--verify")
+    assert f"{26 - len(kept)} tensors rounded from fp32 to bf16\n" in export(checkpoint, out, *options)
+    live = copy.deepcopy(tiny).to_empty(device="cpu")
     live.load_state_dict(state)
-    buckets = fp8_tensors(live, adapter=DeepSeekV3StateDictAdapter(args, str(folder)))
-    sent, written = {name: value for bucket in buckets for name, value in bucket.items()}, load(tmp_path / "out")
+    buckets = fp8_tensors(live, adapter=DeepSeekV3StateDictAdapter(adapter.model_args, str(assets)))
+    sent, written = {name: value for bucket in buckets for name, value in bucket.items()}, load(out)
     assert sent.keys() == written.keys()
     assert_equal(sent.values(), [written[name] for name in sent])
-    for name in (gate, norm, gate.replace("1", "2"), "lm_head.weight"):
-        assert_equal([sent[name]], [hf[name] if name in (gate, norm) and not damage else hf[name].bfloat16()])
+    for name in (GATE, NORM, GATE.replace("1", "2"), HEAD):
+        assert_equal([sent[name]], [hf[name] if name in kept else hf[name].bfloat16()])
 
 
-def test_one_tensor_at_a_time(export_job, tmp_path, monkeypatch):
-    """Each of torchtitan's tensors is read once, alone, although shards cut through a layer's experts."""
-    read, original = [], dcp.load
-
-    def spy(state, **kwargs):
-        read.append(sorted(state))
-        original(state, **kwargs)
-
-    monkeypatch.setattr(dcp, "load", spy)
-    export_job("--shard-gb", 1e-3)
-    assert all(len(keys) == 1 for keys in read) and len({keys[0] for keys in read}) >= 30
-    shards_written = len(list(tmp_path.glob("*.safetensors")))
-    assert len(read) <= len({keys[0] for keys in read}) + shards_written
-
-
-def test_wrong_arguments(checkpoint, export, tmp_path):
-    said = "is a checkpoint of torchtitan's: name its TOML file with --config"
-    for arguments, error in (
-        ([checkpoint], said),
-        ([tmp_path], "has neither .metadata"),
-        ([checkpoint, "--world-size", "8"], "2"),
-        ([checkpoint, "--config", TOML, "--world-size", "8", "--quantized-from", "bf16"], "2"),
-        ([checkpoint, "--no-such-option"], "2"),
-        ([checkpoint, "--config", TOML, "--quantize", ".experts."], "2"),
-        ([checkpoint, "--config", TOML, "--filter-fqns", "layers.1."], "2"),
+def test_a_folder_of_the_job(job, export, tmp_path):
+    """With --config the converter says what is FP8 in a folder too, and the model what should be there."""
+    state = {name: value.bfloat16().contiguous() for name, value in job[1].to_hf(job[2]).items()}
+    norm, last = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
+    options = ("--config", TOML, "--quantized-from", "bf16", "--assets", tmp_path / "hf")
+    assert "57 matrices in FP8" in export(write(tmp_path / "hf", state, TINY), tmp_path / "out", *options, "--verify")
+    for changed, said in (
+        (without(state, norm), f"{norm}, None instead of (256,)"),
+        (state | {last: tensor(256, 64)}, f"{last}, (256, 64) instead of (256, 256)"),
+        (state | {"model.extra.weight": tensor(4)}, "model.extra.weight, (4,) instead of None"),
     ):
-        with refused(error, error=SystemExit):
-            export(arguments[0], tmp_path / "out", *arguments[1:])
+        with refused("is not a checkpoint of deepseek_v3 tiny: 1 tensors", said, error=SystemExit):
+            export(write(tmp_path / "hf", changed, TINY), tmp_path / "other", *options)
 
 
-def test_refusals_of_the_job(export_job, tmp_path, monkeypatch):
-    """Tensor parallelism with 128 + 64 hidden units would pad each rank's part; another release's rope; a flavor."""
-    base = deepseekv3_args["tiny"]
-    monkeypatch.setitem(deepseekv3_args, "odd", replace(base, moe_inter_dim=192, moe_args=replace(base.moe_args)))
-    with refused("training quantized blocks of 96", "--fp8_flow_moe.filter_fqns=layers.1.moe.", error=SystemExit):
-        export_job(
-            "--model.flavor=odd", *(f"--parallelism.{p}_degree=2" for p in ("tensor_parallel", "data_parallel_shard"))
-        )
-    newcomer = dict(moe_intermediate_size=128, intermediate_size=256, kv_lora_rank=32, q_lora_rank=32, n_group=8)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | newcomer))
-    told = ("gate_proj.weight has 256", "gate_proj.weight has 512", "with 128", "with null", "with 1;")
-    said = (f"{key} = {value}, but " for key, value in newcomer.items())
-    with refused(*said, *told, error=SystemExit):
-        export_job(assets=tmp_path, out=tmp_path / "out")
-    for rope in (dict(rope_theta=5e6), dict(rope_parameters=dict(rope_theta=5e6))):
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG | rope))
-        with refused("rope_theta = 5000000.0, but the model was trained with 10000", error=SystemExit):
-            export_job(assets=tmp_path, out=tmp_path / "out")
-    with refused("not a checkpoint of deepseek_v3 debugmodel", "Pass the config of", error=SystemExit):
-        export_job("--model.flavor", "debugmodel", out=tmp_path / "other")
+ROUTER = dict(num_experts_per_tok=3, norm_topk_prob=True, rope_theta=1e4, n_group=1)
+DEEPSEEK = dict(rms_norm_eps=1e-5, num_attention_heads=4, scoring_func="sigmoid", routed_scaling_factor=2.5)
+QWEN3 = dict(rms_norm_eps=1e-6, num_attention_heads=6, scoring_func="softmax", routed_scaling_factor=1.0)
+SIZES = dict(num_hidden_layers=3, n_routed_experts=8, tie_word_embeddings=False, vocab_size=2048, hidden_size=256)
+SIZES |= dict(intermediate_size=512, moe_intermediate_size=256)
+QWEN3_SIZES = dict(num_hidden_layers=2, num_experts=8, tie_word_embeddings=True, hidden_size=128)
+SMALL = dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True)
+MODELS = [
+    ("deepseek_v3", {}, {}, DEEPSEEK, SIZES),
+    (
+        "deepseek_v3",
+        {},
+        dict(num_expert_groups=4, num_limited_groups=2),
+        DEEPSEEK | dict(n_group=4, topk_group=2),
+        SIZES,
+    ),
+    ("qwen3", SMALL, dict(num_experts=8, top_k=3, route_norm=True), QWEN3, QWEN3_SIZES),
+]
 
 
-ROUTER = dict(num_experts_per_tok=3, norm_topk_prob=True, rope_theta=1e4)
-DEEPSEEK = ROUTER | dict(
-    num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, n_shared_experts=1,
-    moe_intermediate_size=256, intermediate_size=512, first_k_dense_replace=1, q_lora_rank=None, kv_lora_rank=128,
-    num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64,
-    n_group=1, topk_group=1, routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False,
-)  # fmt: skip
-QWEN3 = ROUTER | dict(
-    num_hidden_layers=2, hidden_size=128, num_experts=8, moe_intermediate_size=768, num_attention_heads=6,
-    num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
-)  # fmt: skip
-
-
-OTHER = DEEPSEEK | dict(q_lora_rank=48, v_head_dim=96, first_k_dense_replace=2)
-OTHER |= dict(n_shared_experts=2, n_group=4, topk_group=2)
-DIFFERENT = [
-    ("deepseek_v3", {}, {}, DEEPSEEK),
-    ("deepseek_v3", dict(q_lora_rank=48, v_head_dim=96, n_dense_layers=2),
-     dict(num_shared_experts=2, num_expert_groups=4, num_limited_groups=2), OTHER),
-    ("qwen3", dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True),
-     dict(num_experts=8, top_k=3, route_norm=True), QWEN3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "args", "moe_args", "config"), DIFFERENT)
-def test_every_difference_is_told(tmp_path, monkeypatch, model, args, moe_args, config):
-    """The model's own config passes. Of one that is wrong in every key, one error names all."""
-    flavors, base = (qwen3_args, "debugmodel_moe") if model == "qwen3" else (deepseekv3_args, "tiny")
+@pytest.mark.parametrize(("name", "args", "moe_args", "settings", "sizes"), MODELS)
+def test_every_difference_is_told(tmp_path, monkeypatch, export, name, args, moe_args, settings, sizes):
+    """The model's own config passes, wherever it states the rope. Of one that is wrong in every key, one error names
+    all. What it does not state, or states for each layer, is not compared. Qwen3's format has no place for torchtitan's
+    router bias, which the export says."""
+    flavors, base = (qwen3_args, "debugmodel_moe") if name == "qwen3" else (deepseekv3_args, "tiny")
     small = replace(flavors[base], **args, moe_args=replace(flavors[base].moe_args, **moe_args))
     monkeypatch.setitem(flavors, "small", small)
-    job = Job(TOML, [f"--model.name={model}", "--model.flavor=small"])
-    shapes = {name: shape for key in job.shapes for name, shape in job.hf_shapes(key).items()}
-    source = SimpleNamespace(tensors={name: TensorInfo(shape, torch.bfloat16) for name, shape in shapes.items()})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    model_config.check_config(source, job.settings, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(config, -1)))
-    settings = (key for key in config if key in job.settings)
-    told = [f"{key} = -1, but the model was trained with {json.dumps(config[key])}" for key in settings]
-    with refused(*(f"{key} = -1, but " for key in config), *told):
-        model_config.check_config(source, job.settings, tmp_path)
+    options = (f"--model.name={name}", "--model.flavor=small")
+    job, settings, path = Job(TOML, [*options]), ROUTER | settings, tmp_path / "config.json"
 
+    def check(config: dict[str, Any]) -> set[str]:
+        path.write_text(json.dumps(config))
+        return {*check_config(job.adapter.to_hf(job.state), job.settings, tmp_path)}
 
-def test_tensors_without_a_name_are_told(export, tmp_path, monkeypatch):
-    """torchtitan's qwen3 has a router bias for load balancing, which Qwen3's format has no place for."""
-    base = qwen3_args["debugmodel_moe"]
-    small = replace(base, n_layers=2, dim=128, moe_args=replace(base.moe_args, num_experts=2, top_k=1))
-    monkeypatch.setitem(qwen3_args, "small", small)
-    options = ["--model.name=qwen3", "--model.flavor=small"]
-    job = Job(TOML, options)
-    dcp.save({name: torch.zeros(shape) for name, shape in job.shapes.items()}, checkpoint_id=tmp_path / "step-1")
-    (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=2, rope_theta=1e6)))
-    options += ["--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32"]
+    own = settings | sizes
+    assert check(own) == own.keys()
+    assert check({**own, "rope_theta": None, "rope_parameters": {"rope_theta": own["rope_theta"]}}) == own.keys()
+    assert check(dict(hidden_size=[7], n_group=None)) == set()
+    with refused(*(f"{key} = -1, but " for key in own)):
+        check(dict.fromkeys(own, -1))
+    for key, value in settings.items():
+        with refused(f"{key} = 7, but the model was trained with {json.dumps(value)}. Complete"):
+            check(own | {key: 7})
+    check(own)
+    state = {key: torch.zeros(value.shape) for key, value in job.state.items()}
+    dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    options += ("--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32")
     said = export(tmp_path / "step-1", tmp_path / "out", *options)
-    assert "left out are 2 tensors such as layers.0.moe.expert_bias" in said
+    assert (name == "qwen3") == ("warning: 2 tensors such as layers.0.moe.expert_bias have no name" in said)
 
 
-def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str, set[str]]:
-    """What the export thinks that a run quantizes, and what FSDP hands its layers: of routed and of shared experts."""
-    arguments = [f"--job.config_file={TOML}", *overrides]
-    told = Job(TOML, overrides, world_size).quantized_from
-    _, _, (model,) = dry_run.build(ConfigManager().parse_args(arguments), 0, world_size)
-    model.to_empty(device="meta")  # a trainer gives it memory
-    handed = {name: "fp32" for name in fp8_parameters(model)}  # what FSDP does not manage stays as it is
-    names = {id(param): name for name, param in model.named_parameters()}
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
-    for param in (param for group in groups if group is not None for param in group.fsdp_params):
-        in_fp8 = hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
-        if (name := names[id(param.sharded_param)]) in handed and not in_fp8:
-            handed[name] = {torch.bfloat16: "bf16", torch.float32: "fp32"}[param.mp_policy.param_dtype]
-    kinds = {(("routed " if ".experts." in name else "shared ") + dtype) for name, dtype in handed.items()}
-    return told, kinds
-
+# --- what a run quantizes ---------------------------------------------------------------------------------------------
 
 EP2, EP4 = (f"--parallelism.expert_parallel_degree={ranks}" for ranks in (2, 4))
 RUNS = [
@@ -336,33 +401,110 @@ RUNS = [
 ]
 
 
-def _precisions_of_runs() -> list[tuple[str, set[str]]]:
+def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str | None, set[str]]:
+    """What the export thinks that a run quantizes, and what FSDP hands its layers: of routed and of shared experts."""
+    told = Job(TOML, overrides, world_size).quantized_from
+    config = ConfigManager().parse_args([f"--job.config_file={TOML}", *overrides])
+    _, _, (part,) = dry_run.build(config, 0, world_size)
+    part.to_empty(device="meta")  # a trainer gives it memory
+    handed = {name: "fp32" for name in fp8_parameters(part)}  # what FSDP does not manage stays as it is
+    names = {id(param): name for name, param in part.named_parameters()}
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in part.modules() if isinstance(m, FSDPModule)]
+    for param in (param for group in groups if group is not None for param in group.fsdp_params):
+        in_fp8 = hasattr(param.sharded_param._local_tensor, "fsdp_pre_all_gather")
+        if (name := names[id(param.sharded_param)]) in handed and not in_fp8:
+            handed[name] = {torch.bfloat16: "bf16", torch.float32: "fp32"}[param.mp_policy.param_dtype]
+    return told, {(("routed " if ".experts." in name else "shared ") + dtype) for name, dtype in handed.items()}
+
+
+def _precisions_of_runs() -> list[tuple[str | None, set[str]]]:
     """The fake process group can be made once per process. These are forks of one that has imported torchtitan."""
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         runs = [(world_size, overrides.split()) for world_size, overrides, _ in RUNS]
         return pool.starmap(_precisions_of_a_run, runs, chunksize=1)
 
 
-@pytest.fixture(scope="module")
-def precisions() -> list[tuple[str, set[str]]]:
-    return call(_precisions_of_runs)
+def test_what_a_run_quantizes():
+    for (ranks, overrides, told), found in zip(RUNS, call(_precisions_of_runs), strict=True):
+        routed, shared = told.removesuffix("-routed"), "bf16" if told == "fp32-routed" else told
+        assert found == (told, {f"routed {routed}", f"shared {shared}"}), (ranks, overrides)
 
 
-@pytest.mark.parametrize("index", range(len(RUNS)), ids=lambda index: "{} {}".format(*RUNS[index]))
-def test_what_a_run_quantizes(precisions, index):
-    told = RUNS[index][2]
-    routed, shared = told.removesuffix("-routed"), "bf16" if told == "fp32-routed" else told
-    assert precisions[index] == (told, {f"routed {routed}", f"shared {shared}"})
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_world_size_tells(export_job, tmp_path):
-    for ranks, dtype in ((2, "bf16"), (1, "fp32")):
-        said = export_job("--world-size", ranks, quantized_from=None, out=tmp_path / str(ranks))
-        assert f"57 matrices in FP8 from {dtype}" in said
+def put(name: str, value: torch.Tensor):
+    return lambda state: state | {name: value.bfloat16() if value.dtype == torch.float32 else value}
 
 
-def test_what_the_run_would_resume_from_does_not_matter(export_job, tmp_path):
-    """The newest checkpoint was saved on two ranks; an export without --world-size takes the fewest."""
-    state = {f"dataloader.dp_rank_{rank}": b"" for rank in range(2)} | {"w": torch.zeros(1)}
-    dcp.save(state, checkpoint_id=tmp_path / "run/checkpoint/step-8", no_dist=True)
-    assert "57 matrices" in export_job("--checkpoint.enable", f"--job.dump_folder={tmp_path}/run", out=tmp_path / "out")
+def cast(dtype: torch.dtype):
+    return lambda state: {name: value.to(dtype) for name, value in state.items()}
+
+
+def lose(*parts: str):
+    return lambda state: without(state, *parts)
+
+
+FUSED = f"{PART}mlp.experts.gate_up_proj"
+ADAPTERS = "q_proj.lora_A.default", "q_proj.base_layer", "q_proj.modules_to_save.default", "q_proj.lora_magnitude"
+TP2 = "--parallelism.tensor_parallel_degree=2 --parallelism.data_parallel_shard_degree=2"
+# A change of a folder's tensors, or None for the job's checkpoint; changes of config.json; options; words.
+REFUSALS: list[tuple[Callable[[State], State] | None, dict[str, Any], str, str]] = [
+    # What training multiplies, and what it quantized from.
+    (lose(), {}, "--quantized-from fp32", "is torch.bfloat16, and training quantized fp32"),
+    (cast(torch.float32), {}, "", "is torch.float32, and training quantized bf16, or fp32 ... --world-size, or"),
+    (cast(torch.float16), {}, "--quantized-from bf16", "is torch.float16, and training quantized bf16"),
+    (put(EXPERT, torch.zeros(D, D).to(recipe.FP8)), {}, "", f"{EXPERT} is torch.float8_e4m3fn, and training"),
+    (put(EXPERT, torch.full((D, D), torch.inf)), {}, "", f"{EXPERT} holds a NaN or Inf"),
+    (put(FUSED, tensor(2, 400, D)), {}, "", f"{FUSED} holds all experts of a layer ... one matrix per expert"),
+    (lose(), {}, "--quantize .experts. .expert.", "'.expert.' matches no matrix; correct or remove it"),
+    (lose(), {}, "--quantize norm", "'norm' matches no matrix"),
+    (lose(), {}, "--filter-fqns layers.7.", "'layers.7.' matches no matrix"),
+    (lose(), {}, "--filter-fqns layers.", "nothing is quantized"),
+    (lose(), {}, "--filter-fqns experts.1.", f"matrices of {PART}mlp.experts would be FP8 and others bf16"),
+    (lose(), {}, "--assets /nowhere", "/nowhere has no config.json; name a folder with the model's own by --assets"),
+    (lose(), {}, "--config nowhere.toml", "No such file or directory: 'nowhere.toml'"),
+    *((put(f"{PART}{name}.weight", tensor(D, D)), {}, "", f"{PART}{name}.weight is an adapter ... merge it first")
+      for name in ADAPTERS),
+    # config.json and the tensors.
+    (lose(EXPERT), {}, "", f"num_experts = 3, but the checkpoint has 2 of {EXPERT.replace('.2.', '.*.')}"),
+    (lose("0.mlp.experts.1."), {}, "", f"num_experts = 3, but the checkpoint has 2 of {PART}mlp.experts.*."),
+    (lose(), dict(num_experts=2), "", "num_experts = 2, but the checkpoint has 3 of"),
+    (lose("layers.0."), {}, "", "num_hidden_layers = 2, but the checkpoint has 1."),
+    (lose(), dict(num_hidden_layers=1), "", "num_hidden_layers = 1, but the checkpoint has 2"),
+    (lose(), dict(num_hidden_layers=3, num_nextn_predict_layers=1), "", "num_hidden_layers = 3, but the checkpoint"),
+    (lambda state: {f"policy.{name}": state[name] for name in state}, {}, "", "but the checkpoint has 0"),
+    (lose(HEAD), {}, "", "tie_word_embeddings = false, but the checkpoint lacks lm_head.weight. Complete"),
+    (lose(), dict(tie_word_embeddings=True), "", f"tie_word_embeddings = true, but the checkpoint has {HEAD}"),
+    (put(EMBEDDING, tensor(9, D)), {}, "", f"vocab_size = 64, but {EMBEDDING} has 9"),
+    (lose(), dict(hidden_size=64, vocab_size=7), "", "vocab_size = 7, but  ... ; hidden_size = 64, but "),
+    (lose(), dict(moe_intermediate_size=64), "", "moe_intermediate_size = 64, but model.layers.1.mlp.experts.2."),
+    # The job's.
+    (None, {}, "", "is torch.float32, and training quantized bf16, or fp32"),
+    (None, dict(rope_theta=5e6), "--quantized-from bf16", "rope_theta = 5000000.0, but the model was trained with 1"),
+    (None, {}, "--model.flavor debugmodel", "not a checkpoint of deepseek_v3 debugmodel ... Pass the config of its"),
+    (None, {}, f"--model.flavor=odd {TP2}", "quantized parts of [192, 256] on 2 tensor-parallel ranks ... filter_fqns"),
+    (None, {}, "--model.flavor=none", "model.flavor = 'none': deepseek_v3 has ["),
+    (None, {}, "--world-size 8 --quantized-from bf16", "2"),
+    (None, {}, "--quantize .experts.", "2"),
+    (None, {}, "--filter-fqns layers.1.", "2"),
+    (lose(), {}, "--world-size 8", "2"),
+    (lose(), {}, "--no-such-option", "2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "config", "options", "said"), REFUSALS)
+def test_refusals(export, export_job, tmp_path, monkeypatch, change, config, options, said):
+    base = deepseekv3_args["tiny"]
+    monkeypatch.setitem(deepseekv3_args, "odd", replace(base, moe_inter_dim=192, moe_args=replace(base.moe_args)))
+    with refused(*said.split(" ... "), error=SystemExit):
+        if change is None:
+            export_job(*options.split(), **config)
+        else:
+            export(write(tmp_path / "hf", change(model()), CONFIG | config), tmp_path / "out", *options.split())
+    assert not (tmp_path / "out/config.json").exists()
+
+
+def test_a_checkpoint_without_its_config(export, checkpoint, tmp_path):
+    with refused("name its TOML file with --config", "let it save with checkpoint.last_save_in_hf", error=SystemExit):
+        export(checkpoint, tmp_path / "out")

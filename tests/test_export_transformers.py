@@ -9,35 +9,17 @@ from torch.torch_version import TorchVersion
 
 from tests.layer import assert_equal
 from titan_fp8moe import recipe
+from titan_fp8moe.export_fp8 import fp8_tensors
 
 pytest.importorskip("safetensors")
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
 from experiments.reference import relative_error  # noqa: E402
 from titan_fp8moe.export_fp8 import __main__ as export_fp8  # noqa: E402
-
-COMMON = dict(
-    vocab_size=256,
-    hidden_size=128,
-    intermediate_size=200,
-    moe_intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    num_experts_per_tok=2,
-    dtype="bfloat16",
-)
-DEEPSEEK = dict(
-    n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=2, topk_group=1,
-    q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32,
-)  # fmt: skip
-MODELS = {
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**COMMON, num_experts=4, head_dim=32),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(**COMMON, **DEEPSEEK),
-}
+from titan_fp8moe.export_fp8.files import INDEX  # noqa: E402
 
 
 def export(monkeypatch, *arguments) -> None:
@@ -45,19 +27,8 @@ def export(monkeypatch, *arguments) -> None:
     export_fp8.main()
 
 
-@pytest.fixture(params=[*MODELS])
-def exported(request, tmp_path: Path, monkeypatch):
-    """A random model with fp32 master values, the folder of its export, and parts of the names of what is FP8."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[request.param](), dtype=torch.float32)
-    model.save_pretrained(tmp_path / "saved")
-    options = ["--quantized-from", "fp32", "--verify", "--shard-gb", 1e-3]
-    parts = [".experts."]
-    if request.param == "deepseek_v3":  # and the dense layer, whose hidden dim is no multiple of 128
-        parts += [".shared_experts.", ".layers.0.mlp."]
-        options += ["--quantize", *parts]
-    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", *options)
-    return model, tmp_path / "fp8", parts
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 def quantized(value: torch.Tensor) -> torch.Tensor:
@@ -74,28 +45,50 @@ SIZES = dict(
     layer_types=["full_attention"] * 2, mlp_layer_types=["sparse"] * 2, shared_expert_intermediate_size=64,
     qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, kv_lora_rank=64, q_lora_rank=64,
 )  # fmt: skip
-FAMILIES = {
-    "DeepseekV2": dict(first_k_dense_replace=1),
-    "DeepseekV3": dict(first_k_dense_replace=1),
-    "Ernie4_5_Moe": {},
-    "Glm4Moe": dict(first_k_dense_replace=1),
-    "MiniMaxM2": {},
-    "Mixtral": {},
-    "NemotronH": dict(layer_types=["moe", "attention"], moe_shared_expert_intermediate_size=64),
-    "Olmoe": {},
-    "Qwen2Moe": {},
-    "Qwen3Moe": dict(tie_word_embeddings=True),
-    "Qwen3Next": {},
-    "Qwen3_5MoeText": {},
+DENSE = dict(first_k_dense_replace=1)
+GATE = "mlp.gate.weight"
+FAMILIES: dict[str, tuple[dict[str, object], list[str]]] = {
+    # Its config, and tensors that Transformers or a user keeps in fp32.
+    "DeepseekV2": (DENSE, [GATE]),
+    "DeepseekV3": (DENSE, [GATE, "mlp.gate.e_score_correction_bias"]),
+    "Ernie4_5_Moe": ({}, [GATE, "mlp.moe_statics.e_score_correction_bias"]),
+    "Glm4Moe": (DENSE, [GATE, "mlp.gate.e_score_correction_bias"]),
+    "Lfm2Moe": (dict(num_dense_layers=0), ["feed_forward.expert_bias"]),
+    "MiniMaxM2": ({}, []),
+    "Mixtral": ({}, []),
+    "NemotronH": (dict(layer_types=["moe", "attention"], moe_shared_expert_intermediate_size=64), []),
+    "Olmoe": ({}, []),
+    "Qwen2Moe": ({}, []),
+    "Qwen3Moe": (dict(tie_word_embeddings=True), []),
+    "Qwen3Moe, in part fp32": (dict(vocab_size=8192), ["norm.weight", "layers.1.temperature", "embed_tokens.weight"]),
+    "Qwen3Next": ({}, []),
+    "Qwen3_5MoeText": ({}, []),
 }
 
 
-def family_config(family: str, **changes):
-    """A tiny config with those of ``SIZES`` that the family knows."""
+def config_of(family: str, **changes: object):
+    """A tiny config, with those of ``SIZES`` that the family knows."""
     config_class = getattr(transformers, f"{family}Config")
     known = {name for c in config_class.__mro__ for name in getattr(c, "__annotations__", ())}
     sizes = {key: value for key, value in SIZES.items() if key in known | {*config_class.attribute_map}}
-    return config_class(**sizes | FAMILIES.get(family, {}) | changes)
+    return config_class(**sizes | changes)
+
+
+def family_model(name: str, folder: Path) -> torch.nn.Module:
+    """A bf16 model, saved. Its fp32 tensors have no values of bf16."""
+    family, _, fp32 = name.partition(",")
+    config = config_of(family, **FAMILIES[name][0])
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if fp32:
+        model.model.norm.float()
+        model.model.embed_tokens.float()  # has more values than the experts
+        model.model.layers[1].register_buffer("temperature", torch.rand(3))
+    for value in model.state_dict().values():
+        if value.dtype == torch.float32:
+            value += torch.rand_like(value) * 1e-3
+    model.save_pretrained(folder)
+    return model
 
 
 def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
@@ -116,13 +109,12 @@ def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_read_back(family, tmp_path, monkeypatch):
-    """An e4m3 code is within 1/16 of its value, or half a step of 2**-9 of the block's scale, whose largest code is
-    above 224: half of 448."""
+    """From files and as a live model's tensors. An e4m3 code is within 1/16 of its value, or half a step of 2**-9 of
+    the block's scale, whose largest code is above 224: half of 448. The rest stays, routers in fp32 too."""
     if family == "NemotronH" and TorchVersion(transformers.__version__) < (5, 18):
         pytest.skip("Transformers 5.17 refuses these kinds of layers")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(family_config(family), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "hf")
+    model = family_model(family, tmp_path / "hf")
     want, none = read_deepseek(tmp_path / "hf")
     export(monkeypatch, tmp_path / "hf", tmp_path / "fp8", "--verify")
     got, fp8 = read_deepseek(tmp_path / "fp8")
@@ -139,81 +131,85 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
         error = (got[name] - value.float()).abs()
         assert (error <= torch.maximum(value.float().abs() / 16, scale * 2**-10)).all(), name
         assert error.any()
-
-
-@pytest.mark.parametrize(
-    ("family", "sizes", "kept"),
-    [
-        ("Glm4Moe", {}, ["mlp.gate.weight", "mlp.gate.e_score_correction_bias"]),
-        ("Lfm2Moe", dict(num_dense_layers=0), ["feed_forward.expert_bias"]),
-        ("Ernie4_5_Moe", {}, ["mlp.gate.weight", "mlp.moe_statics.e_score_correction_bias"]),
-        ("DeepseekV2", {}, ["mlp.gate.weight"]),
-        ("Qwen3Moe", dict(vocab_size=8192), ["model.norm.weight", "layers.1.temperature", "embed_tokens.weight"]),
-    ],
-)
-def test_fp32_of_a_bf16_model_stays(family, sizes, kept, tmp_path, monkeypatch):
-    """Routers that Transformers keeps in fp32 choose the same experts, from files and from the live model's tensors."""
-    from titan_fp8moe.export_fp8 import fp8_tensors
-
-    first = transformers.AutoModelForCausalLM.from_config(family_config(family, **sizes), dtype=torch.float32)
-    first.save_pretrained(tmp_path / "first")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
-    if family == "Qwen3Moe":  # what a user keeps in fp32
-        model.model.norm.float()
-        model.model.embed_tokens.float()  # has more values than the experts
-        model.model.layers[1].register_buffer("temperature", torch.rand(3))
-    for value in model.state_dict().values():
-        if value.dtype == torch.float32:
-            value += torch.rand_like(value) * 1e-3  # no values of bf16
-    model.save_pretrained(tmp_path / "hf")
-    export(monkeypatch, tmp_path / "hf", tmp_path / "fp8", "--verify")
-    want, files = (
-        {k: v for file in (tmp_path / folder).glob("*.safetensors") for k, v in load_file(file).items()}
-        for folder in ("hf", "fp8")
-    )
+    fp32 = {name for name, value in want.items() if value.dtype == torch.float32}
+    assert all(any(name.endswith(part) for name in fp32) for part in FAMILIES[family][1]), fp32
     live = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
-    fp32 = [name for name, value in want.items() if value.dtype == torch.float32]
-    assert all(any(name.endswith(part) for name in fp32) for part in kept), fp32
-    for got in (files, live):
-        assert {n for n, v in got.items() if v.dtype == torch.float32 and not n.endswith("_scale_inv")} == {*fp32}
-        assert_equal([got[name] for name in fp32], [want[name] for name in fp32])
+    files = load(tmp_path / "fp8")
+    assert live.keys() == files.keys()
+    assert_equal(live.values(), [files[name] for name in live])
 
 
-def test_dequantized_by_transformers(exported):
-    """On a machine without a GPU Transformers loads the dequantized values, fused per layer. The rest is bf16, also
-    routers that Transformers keeps in fp32 since 5.24."""
+LAYERS = dict(num_hidden_layers=3, layer_types=["full_attention"] * 3, mlp_layer_types=["sparse"] * 3)
+MASTER = LAYERS | dict(intermediate_size=200, moe_intermediate_size=128, first_k_dense_replace=1)
+
+
+@pytest.fixture(params=["Qwen3Moe", "DeepseekV3"])
+def exported(request, tmp_path: Path, monkeypatch):
+    """A random model with fp32 master values, the folder of its export, and parts of the names of what is FP8."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(request.param, **MASTER), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    options = ["--quantized-from", "fp32", "--verify", "--shard-gb", 1e-3]
+    parts = [".experts."]
+    if request.param == "DeepseekV3":  # and the dense layer, whose hidden dim is no multiple of 128
+        parts += [".shared_experts.", ".layers.0.mlp."]
+        options += ["--quantize", *parts]
+    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", *options)
+    return model, tmp_path / "fp8", parts
+
+
+def test_read_by_transformers(exported, monkeypatch):
+    """On a machine without a GPU Transformers loads the dequantized values, fused per layer; the rest is bf16. The
+    modules that serve FP8 are those of the export, with its bytes; bf16 modules stay what they were."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
     model, folder, parts = exported
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     master = model.state_dict()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     assert master.keys() == loaded.keys()
     assert any("experts.gate_up_proj" in name for name in master)
     for name, value in master.items():
         want = quantized(value) if any(part in name for part in parts) else value
         assert torch.equal(loaded[name], want.bfloat16().to(loaded[name].dtype)), name
 
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    modules = dict(loaded.named_modules())
+    fp8 = {name for name, module in modules.items() if isinstance(module, (FP8Linear, FP8Experts))}
+    last = {"model.layers.2.mlp.experts"}
+    if len(parts) > 1:
+        last |= {f"model.layers.2.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+        assert {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")} <= fp8
+    assert {name for name in fp8 if "layers.2" in name} == last
+    assert type(modules["lm_head"]) is torch.nn.Linear
+    experts = modules["model.layers.2.mlp.experts"]
+    for name in ("gate_up_proj", "down_proj"):
+        q, scale = recipe.quantize_weight(master[f"model.layers.2.mlp.experts.{name}"])
+        got = getattr(experts, name), getattr(experts, f"{name}_scale_inv").float()
+        assert_equal(got, (q, recipe.exp2(recipe.exponent(scale))))
 
-@pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("live", [False, True])
+
+@pytest.mark.parametrize(("family", "live"), [("Qwen3Moe", True), ("DeepseekV3", False)])
 def test_logits_of_an_engine(family, live, tmp_path, monkeypatch):
     """Transformers' FP8 loading of an export, and of a live model's tensors as a checkpoint, on the same routing. Its
     activations are fp32, so what remains is FP8's error of ours. Wrong scales give ten times as much."""
-    from safetensors.torch import save_file
-
     from titan_fp8moe import record_routing, replay_routing
-    from titan_fp8moe.export_fp8 import fp8_tensors
     from titan_fp8moe.transformers import register
 
     register()
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[family](), experts_implementation="fp8_flow").eval()
+    config = config_of(family, **MASTER)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation="fp8_flow"
+    ).eval()
     model.save_pretrained(tmp_path / "saved")
     folder = tmp_path / "fp8"
     export(monkeypatch, tmp_path / "saved", folder)
     if live:
-        tensors = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
-        (folder / "model.safetensors.index.json").unlink()
-        for file in folder.glob("*.safetensors"):
+        for file in (*folder.glob("*.safetensors"), folder / INDEX):
             file.unlink()
+        tensors = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     options = dict(dtype=torch.float32, experts_implementation="grouped_mm")
     fp8 = transformers.FineGrainedFP8Config(dequantize=True)
@@ -231,31 +227,7 @@ def test_logits_of_an_engine(family, live, tmp_path, monkeypatch):
     assert 1e-4 < error < 0.03 and wrong > 10 * error, (error, wrong)
 
 
-def test_fp8_modules_of_transformers(exported, monkeypatch):
-    """The modules that serve FP8 are those of the export, with its bytes; bf16 modules stay what they were."""
-    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    model, folder, parts = exported
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    modules = dict(loaded.named_modules())
-    fp8 = {name for name, module in modules.items() if isinstance(module, (FP8Linear, FP8Experts))}
-    last = {"model.layers.2.mlp.experts"}
-    if len(parts) > 1:
-        last |= {f"model.layers.2.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-        assert {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")} <= fp8
-    assert {name for name in fp8 if "layers.2" in name} == last
-    assert type(modules["lm_head"]) is torch.nn.Linear
-    experts = modules["model.layers.2.mlp.experts"]
-    master = model.get_submodule("model.layers.2.mlp.experts")
-    for name in ("gate_up_proj", "down_proj"):
-        q, scale = recipe.quantize_weight(getattr(master, name).detach())
-        got = getattr(experts, name), getattr(experts, f"{name}_scale_inv").float()
-        assert_equal(got, (q, recipe.exp2(recipe.exponent(scale))))
-
-
-@pytest.mark.parametrize("exported", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("exported", ["Qwen3Moe"], indirect=True)
 def test_experts_stay_in_fp8(exported, monkeypatch):
     """With ``fp8_flow`` the loaded experts run as they are stored: as those that Transformers dequantizes, bit for bit,
     in output and gradients."""

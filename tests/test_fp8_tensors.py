@@ -1,4 +1,5 @@
-"""FP8 tensors of a live model: Transformers' and torchtitan's, as the files of an export, in buckets, over ranks."""
+"""FP8 tensors of a live model: what is FP8, in buckets, over ranks. Their bytes are an export's:
+``test_export_transformers.py`` and ``test_export_fp8.py`` compare them with files."""
 
 import copy
 from pathlib import Path
@@ -16,32 +17,8 @@ from tests.processes import forks, run_script
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, fp8_parameters
+from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
-
-
-def test_transformers(tmp_path: Path, monkeypatch):
-    """The names and bytes of the export's files, in buckets that are full."""
-    pytest.importorskip("accelerate")
-    from safetensors.torch import load_file
-
-    from tests.test_export_transformers import MODELS, export, transformers
-
-    model = transformers.AutoModelForCausalLM.from_config(MODELS["qwen3_moe"](), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "saved")
-    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8")
-    want = {k: v for file in (tmp_path / "fp8").glob("*.safetensors") for k, v in load_file(file).items()}
-    buckets = list(fp8_tensors(torch.compile(model), bucket_bytes=1 << 18))
-    got = {name: tensor for bucket in buckets for name, tensor in bucket.items()}
-    assert got.keys() == want.keys() and any(name.endswith("_scale_inv") for name in got)
-    assert_equal(got.values(), [want[name] for name in got])
-    sizes = [sum(t.nbytes for t in bucket.values()) for bucket in buckets]
-    assert len(sizes) == 5 and all(size <= 1 << 18 or len(b) == 1 for size, b in zip(sizes, buckets, strict=True))
-    with torch.no_grad():
-        model.get_parameter("model.layers.1.mlp.experts.down_proj")[2, 3, 5] = torch.inf
-    with refused("layers.1.mlp.experts.2.down_proj.weight holds a NaN or Inf"):
-        list(fp8_tensors(model))
-    with refused("nothing is quantized"):
-        list(fp8_tensors(model, quantize=["missing"]))
 
 
 def tiny_qwen3(**changes):
@@ -56,12 +33,40 @@ def tiny_qwen3(**changes):
     return transformers.Qwen3MoeForCausalLM(config).bfloat16()
 
 
+class Adapter:
+    """As torchtitan's: an expert has a name of its own."""
+
+    @staticmethod
+    def to_hf(tensors):
+        ((key, value),) = tensors.items()
+        return {f"model.layers.0.experts.{e}.{key.split('.')[-1]}.weight": w for e, w in enumerate(value.unbind())}
+
+
+def tensors_of(model, **options) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in fp8_tensors(model, **options) for name, tensor in bucket.items()}
+
+
 def fp8_names(model) -> set[str]:
-    return {name.removesuffix("_scale_inv") for name in _all(fp8_tensors(model)) if name.endswith("_scale_inv")}
+    return {name for name, tensor in tensors_of(model).items() if tensor.dtype == FP8}
+
+
+def test_buckets():
+    """Are full, and hold everything once, in the same order. A larger tensor is one of its own."""
+    model = tiny_qwen3(vocab_size=2048)
+    want, most = tensors_of(model), 1 << 18
+    buckets = list(fp8_tensors(model, bucket_bytes=most))
+    got = [(name, tensor) for bucket in buckets for name, tensor in bucket.items()]
+    assert [name for name, _ in got] == [*want]
+    assert_equal([tensor for _, tensor in got], want.values())
+    sizes = [sum(tensor.nbytes for tensor in bucket.values()) for bucket in buckets]
+    assert all(size <= most or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    assert sum(size > most for size in sizes) == 2  # embedding and output
+    firsts = [next(iter(bucket.values())).nbytes for bucket in buckets]
+    assert all(size + first > most for size, first in zip(sizes, firsts[1:], strict=False))
 
 
 def test_modules_name_their_matrices():
-    """A linear in FP8 does not take the experts out; layers of experts in bf16 stay so, and so do gates beside FFNs."""
+    """A linear in FP8 does not take the experts out; layers of experts in bf16 stay so."""
     routed = fp8_names(tiny_qwen3())
     assert len(routed) == 2 * 4 * 3 and all(".experts." in name for name in routed)
     model = tiny_qwen3()
@@ -86,79 +91,80 @@ class GatedFFN(Fp8FFN):
         self.config = Fp8FlowMoEConfig()
 
 
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        (GatedFFN, ["w1.weight", "w2.weight", "w3.weight"]),
-        (lambda: RoutedExperts(4, 128, 128, bias=True), ["w1", "w2", "w3"]),
-        (lambda: RoutedExperts(4, 128, 128, activation="relu2"), ["w1", "w2"]),
-        (lambda: Fp8FlowLinear(128, 128), ["weight"]),
-    ],
-)
+MODULES = [
+    (GatedFFN, ["w1.weight", "w2.weight", "w3.weight"]),
+    (lambda: RoutedExperts(4, 128, 128, bias=True), ["w1", "w2", "w3"]),
+    (lambda: RoutedExperts(4, 128, 128, activation="relu2"), ["w1", "w2"]),
+    (lambda: Fp8FlowLinear(128, 128), ["weight"]),
+]
+
+
+@pytest.mark.parametrize(("module", "names"), MODULES)
 def test_names_of_matrices(module, names):
     model = torch.nn.ModuleDict({"ffn": checkpoint_wrapper(module())})
     assert {plain_name(name) for name in fp8_parameters(model)} == {f"ffn.{name}" for name in names}
 
 
-def test_wrapped_models(group):
-    """DDP and compile, in either order: the names, and a tied weight once."""
+def test_wrapped_and_tied_models(group):
+    """DDP and compile, in either order: the names, and a tied weight once. Layers that share a module are apart."""
     model = tiny_qwen3(tie_word_embeddings=True)
-    want = _all(fp8_tensors(model))
+    want = tensors_of(model)
     assert "model.embed_tokens.weight" in want and "lm_head.weight" not in want
     ddp = torch.nn.parallel.DistributedDataParallel
     for wrapped in (ddp(model), ddp(torch.compile(model)), torch.compile(ddp(model)), torch.nn.DataParallel(model)):
-        got = _all(fp8_tensors(wrapped))
+        got = tensors_of(wrapped)
         assert got.keys() == want.keys()
         assert_equal(got.values(), want.values())
-
-
-def test_tied_weights_of_other_models():
-    """As torchtitan ties the output to the embedding, for an adapter that names both."""
-    model = torch.nn.ModuleDict({"moe": RoutedExperts(4, 128, 128), "output": torch.nn.Linear(128, 64, bias=False)})
-    model["embedding"] = torch.nn.Embedding(64, 128)
-    model["embedding"].weight = model["output"].weight
-
-    class Both(Adapter):
-        @staticmethod
-        def to_hf(tensors):
-            return Adapter.to_hf(tensors) if "moe" in next(iter(tensors)) else tensors
-
-    got = _all(fp8_tensors(model, adapter=Both))
-    assert [name for name in got if "experts" not in name] == ["output.weight"]
-    # Transformers' models say which is the copy, also of parameters that they do not have.
-    model.all_tied_weights_keys = {"output.weight": "embedding.weight", "output.bias": "embedding.bias"}
-    model.all_tied_weights_keys["output.scale"] = "embedding.weight"
-    got = _all(fp8_tensors(model, adapter=Both))
-    assert [name for name in got if "experts" not in name] == ["embedding.weight"]
-
-
-def test_tied_weights_of_transformers():
-    """One that training has untied, as PEFT's modules_to_save does, is not left out; nor is a layer of two."""
-    model = tiny_qwen3(tie_word_embeddings=True)
-    want = _all(fp8_tensors(model))
-    assert "lm_head.weight" not in want
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    assert _all(fp8_tensors(model)).keys() == want.keys()
-    with torch.no_grad():
-        model.lm_head.weight += 1
-    with refused("lm_head.weight differs from model.embed_tokens.weight", "config.tie_word_embeddings"):
-        next(fp8_tensors(model))
-    model = tiny_qwen3()
-    want = _all(fp8_tensors(model))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # the same values still
     model.model.layers[1].mlp = model.model.layers[0].mlp
-    got = _all(fp8_tensors(model))
+    got = tensors_of(model)
     assert got.keys() == want.keys()
     name = "model.layers.{}.mlp.experts.0.up_proj.weight".format
     assert_equal([got[name(1)]], [want[name(0)]])
 
 
-class Adapter:
-    """As torchtitan's: an expert has a name of its own."""
+def plain(change=lambda experts: None):
+    experts = RoutedExperts(4, 128, 128)
+    change(experts)
+    return torch.nn.ModuleDict({"moe": experts})
 
-    @staticmethod
-    def to_hf(tensors):
-        ((key, value),) = tensors.items()
-        return {f"model.layers.0.experts.{e}.{key.split('.')[-1]}.weight": w for e, w in enumerate(value.unbind())}
+
+def stored():
+    return RoutedExperts.from_fp8(*(Fp8Weight.quantize(torch.randn(4, 128, 128)) for _ in range(3)))
+
+
+def changed(name: str, value: float, **config):
+    """Another value of a parameter, which has one of its own before."""
+    model = tiny_qwen3(**config)
+    module, _, param = name.rpartition(".")
+    tensor = torch.nn.Parameter(model.get_parameter(name).detach().clone())
+    tensor.data.view(-1)[5] = value
+    setattr(model.get_submodule(module), param, tensor)
+    return model
+
+
+INF = "model.layers.1.mlp.experts.down_proj"
+TIED = dict(tie_word_embeddings=True)
+REFUSALS = [
+    (lambda: changed(INF, torch.inf), {}, "layers.1.mlp.experts.0.down_proj.weight holds a NaN or Inf"),
+    (lambda: changed("lm_head.weight", 9, **TIED), {}, "lm_head.weight differs from model.embed ... tie_word_embed"),
+    (tiny_qwen3, dict(quantize=["missing"]), "nothing is quantized"),
+    (lambda: torch.nn.ModuleDict({"w": torch.nn.Linear(4, 4)}), dict(adapter=Adapter), "nothing is quantized"),
+    (lambda: plain(lambda experts: experts.add_lora(4, 8)), dict(adapter=Adapter), "moe.lora_A.w1 is an adapter"),
+    (lambda: torch.nn.ModuleDict({"moe": stored()}), dict(adapter=Adapter), "moe.w13 is stored in FP8; send the"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "options", "said"), REFUSALS)
+def test_refusals(model, options, said):
+    with refused(*said.split(" ... ")):
+        tensors_of(model(), **options)
+
+
+def test_merged_adapters():
+    model = plain(lambda experts: experts.add_lora(4, 8))
+    model["moe"].merge_lora()
+    assert len(tensors_of(model, adapter=Adapter)) == 4 * 3 * 2
 
 
 def _worker(rank: int, folder: str) -> None:
@@ -168,44 +174,20 @@ def _worker(rank: int, folder: str) -> None:
     whole = RoutedExperts(4, 128, 128)
     experts = RoutedExperts(4, 128, 128, ep_group=mesh["ep"])
     experts.load_state_dict(whole.state_dict())
-    model = torch.nn.ModuleDict({"moe": experts})
-    want = _all(fp8_tensors(torch.nn.ModuleDict({"moe": whole}), adapter=Adapter))
+    model, options = torch.nn.ModuleDict({"moe": experts}), dict(adapter=Adapter, quantized_from=torch.float32)
+    want = tensors_of(torch.nn.ModuleDict({"moe": whole}), adapter=Adapter)
     with refused("set quantized_from"):
-        _all(fp8_tensors(model, adapter=Adapter))
-    gathered = _all(fp8_tensors(model, adapter=Adapter, quantized_from=torch.float32))
-    own = _all(fp8_tensors(model, adapter=Adapter, quantized_from=torch.float32, gather=False))
+        tensors_of(model, adapter=Adapter)
+    gathered, own = (tensors_of(model, gather=gather, **options) for gather in (True, False))
     assert gathered.keys() == want.keys() and len(want) == 4 * 3 * 2
     assert own.keys() == {name for name in want if int(name.split(".")[4]) // 2 == rank}
     for got in (gathered, own):
         assert_equal(got.values(), [want[name] for name in got])
     experts.w2 = torch.nn.Parameter(distribute_tensor(whole.w2.detach(), mesh, [Shard(1)]))
     with refused("set gather=True"):
-        _all(fp8_tensors(model, adapter=Adapter, quantized_from=torch.float32, gather=False))
+        tensors_of(model, gather=False, **options)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def test_what_cannot_be_sent_as_fp8():
-    """Adapters are merged first, else the tensors would lack their change; stored codes are the checkpoint's. Parts of
-    weights that are made in each forward have names that an engine passes over, or does not know."""
-    parametrized = tiny_qwen3()
-    experts = parametrized.model.layers[1].mlp.experts
-    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
-    with refused("model.layers.1.", "is what PyTorch makes a weight of", "remove_parametrizations"):
-        next(fp8_tensors(parametrized))
-    model = torch.nn.ModuleDict({"moe": RoutedExperts(4, 128, 128)})
-    model["moe"].add_lora(4, 8)
-    with refused("moe.lora_A.w1 is an adapter", "merge_lora()"):
-        next(fp8_tensors(model, adapter=Adapter, bucket_bytes=1))
-    model["moe"].merge_lora()
-    assert len(_all(fp8_tensors(model, adapter=Adapter))) == 4 * 3 * 2
-    model["moe"] = RoutedExperts.from_fp8(*(Fp8Weight.quantize(torch.randn(4, 128, 128)) for _ in range(3)))
-    with refused("moe.w13 is stored in FP8; send the tensors of the checkpoint"):
-        next(fp8_tensors(model, adapter=Adapter))
-
-
-def _all(buckets):
-    return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
 
 
 def test_over_ranks(tmp_path: Path):
@@ -218,5 +200,4 @@ def test_example():
     pytest.importorskip("transformers", "5.17")
     done = run_script("examples/fp8_weights.py", gpu=torch.cuda.is_available())
     assert done.returncode == 0, done.stderr
-    experts = 2 * 8 * 3
-    assert f"{experts} of them in FP8" in done.stdout
+    assert f"{2 * 8 * 3} of them in FP8" in done.stdout

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.processes import time_limit
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
-from titan_fp8moe.export_fp8.format import exported
+from titan_fp8moe.export_fp8.format import BALANCE, exported
 from titan_fp8moe.trainer.plan import plain_name
 
 CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
@@ -52,7 +52,7 @@ def wrong_fp8_tensors(model: nn.Module, adapter: Any, precision: torch.dtype = t
     want: dict[str, torch.Tensor] = {}
     for name, value in adapter.to_hf(state).items():
         quantized_from = precision if f"{name}_scale_inv" in gathered else None
-        want |= exported(name, value, quantized_from, recipe.quantize_weight)
+        want |= exported(name, value, quantized_from, recipe.quantize_weight, name.endswith(BALANCE))
     assert any(".experts." in name and name.endswith("_scale_inv") for name in want)
 
     def wrong(got: dict[str, torch.Tensor]) -> set[str]:

@@ -26,11 +26,9 @@ from pathlib import Path
 import torch
 
 from titan_fp8moe import ops
-from titan_fp8moe.export_fp8 import files
-from titan_fp8moe.export_fp8.files import HuggingFaceSource, Source
+from titan_fp8moe.export_fp8.files import Checkpoint, Export, open_folder
 from titan_fp8moe.export_fp8.format import ROUTED, is_matrix
-from titan_fp8moe.export_fp8.model_config import ConfigValues, check_config
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.export_fp8.model_config import check_config
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -57,33 +55,29 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     return args, overrides
 
 
-def _plan(args: argparse.Namespace, overrides: list[str]) -> tuple[files.Plan, Path, list[str]]:
-    """The plan for each tensor, the folder of the assets, and the keys of its config.json that were compared."""
-    quantized_from, trained = args.quantized_from, ConfigValues()
-    is_dcp = (args.source / ".metadata").exists()
+def _plan(args: argparse.Namespace, overrides: list[str]) -> tuple[Export, list[str]]:
+    """The export, and the keys of config.json that were compared."""
     if args.config is not None:
-        from titan_fp8moe.torchtitan.checkpoint import DcpSource, Job
+        from titan_fp8moe.torchtitan.checkpoint import Job
 
         job = Job(args.config, overrides, args.world_size)
-        source: Source = DcpSource(args.source, job) if is_dcp else HuggingFaceSource(args.source)
-        job.check_names(args.source, source)
-        names, trained, assets = job.fp8, job.settings, args.assets or job.assets
-        quantized_from = quantized_from or job.quantized_from
-    elif is_dcp:
+        source, names, assets = job.open(args.source), job.fp8, args.assets or job.assets
+        quantized_from, settings = args.quantized_from or job.quantized_from, job.settings
+    elif (args.source / ".metadata").exists():
         raise ValueError(
             f"{args.source} is a checkpoint of torchtitan's: name its TOML file with --config. A run of torchtitan 0.3 "
             "has none: let it save with checkpoint.last_save_in_hf, and export that folder"
         )
     else:
-        source, assets = HuggingFaceSource(args.source), args.assets or args.source
-        names = _select(source, args.quantize, args.filter_fqns)
-    plan = files.make_plan(source, names, quantized_from, assets, args.shard_gb * 1e9)
+        source, assets = open_folder(args.source), args.assets or args.source
+        names, quantized_from, settings = _select(source, args.quantize, args.filter_fqns), args.quantized_from, []
+    export = Export(source, names, quantized_from, assets)
     origin = "" if quantized_from is None else f" from {quantized_from}"
-    print(f"{len(plan.fp8)} matrices in FP8{origin}, {plan.rounded} tensors rounded from fp32 to bf16")
-    return plan, assets, check_config(source, trained, assets)
+    print(f"{len(export.fp8)} matrices in FP8{origin}, {export.rounded} tensors rounded from fp32 to bf16")
+    return export, check_config(source.tensors, settings, assets)
 
 
-def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[str]:
+def _select(source: Checkpoint, parts: list[str] | None, filters: list[str]) -> set[str]:
     """The matrices with one of ``parts`` in their name, by default the routed experts, and none of ``filters``.
 
     Raises:
@@ -91,27 +85,13 @@ def _select(source: Source, parts: list[str] | None, filters: list[str]) -> set[
     """
     chosen = {
         name
-        for name, info in source.tensors.items()
-        if any(part in name for part in parts or [ROUTED]) and is_matrix(name, len(info.shape))
+        for name, value in source.tensors.items()
+        if any(part in name for part in parts or [ROUTED]) and is_matrix(name, value)
     }
     for part in [*(parts or []), *filters]:
         if not any(part in name for name in chosen):
             raise ValueError(f"{part!r} matches no matrix; correct or remove it in --quantize or --filter-fqns")
     return {name for name in chosen if not any(part in name for part in filters)}
-
-
-def _warn(plan: files.Plan) -> None:
-    """Names properties of the export that a server may not expect."""
-    if left_out := plan.source.left_out:
-        warning = f"left out are {len(left_out)} tensors such as {left_out[0]}, for which Hugging Face's format has no "
-        warning += "name. The served model differs from the trained one unless they are zero"
-        print(f"warning: {warning}", file=sys.stderr)
-    if partial := [name for name in plan.fp8 if any(dim % TILE for dim in plan.source.tensors[name].shape)]:
-        warning = (
-            f"{len(partial)} matrices such as {partial[0]} have dims that are no multiples of {TILE}. Transformers "
-        )
-        warning += "loads them, but servers that fuse matrices may not; to leave them in bf16, filter them"
-        print(f"warning: {warning}", file=sys.stderr)
 
 
 def main() -> None:
@@ -120,12 +100,11 @@ def main() -> None:
     has_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     device = torch.device("cuda" if has_kernels else "cpu")  # both give the same bits
     try:
-        plan, assets, compared = _plan(args, overrides)
-        _warn(plan)
+        export, compared = _plan(args, overrides)
         if not args.verify_only:
-            files.write(plan, assets, args.out, lambda weight: ops.quantize_weight(weight.to(device)))
+            export.write(args.out, lambda w: ops.quantize_weight(w.to(device)), args.shard_gb * 1e9)
         if args.verify or args.verify_only:
-            said = files.verify(plan, args.out)
+            said = f"{export.verify(args.out)} tensors are the checkpoint's, bit for bit after these roundings"
             print(f"verified: {said}; it has what config.json states of {', '.join(compared)}")
     except (AssertionError, ImportError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from titan_fp8moe import ops
-from titan_fp8moe.export_fp8.format import ROUTED, check_merged, exported, has_nan, is_fp32, is_matrix
+from titan_fp8moe.export_fp8.format import ROUTED, buckets, check_merged, exported, fp32_that_stays, is_matrix
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
@@ -53,59 +53,43 @@ def fp8_tensors(
             experts are not communicated. Other tensors come on every rank.
 
     Raises:
-        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged,
-            parametrized or pruned weights, tied ones that differ, or settings that do not fit.
+        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged, tied
+            weights that differ, or settings that do not fit.
     """
     while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
         model = cast(nn.Module, inner)
     check_merged(state := _state(model))
-    masters = is_fp32({key: (value.shape, value.dtype) for key, value in state.items()})
-    published: set[str] = set()
+    published: dict[str, Tensor] = {}
     if assets := getattr(adapter, "hf_assets_path", None):
-        from titan_fp8moe.export_fp8.files import published_fp32  # needs safetensors
+        from titan_fp8moe.export_fp8 import files  # needs safetensors
 
-        published = published_fp32(Path(assets))
+        published = files.published(Path(assets))
+    stays_fp32 = fp32_that_stays(state, published)
     to_hf = adapter.to_hf if adapter is not None else lambda tensors: _revert_conversion(model, tensors)
     names, decides = _fp8_names(model)
-    fp8 = {plain_name(name) for name in names}
-    parts = quantize or ([] if decides else [ROUTED])
-    bucket: dict[str, Tensor] = {}
-    size, found = 0, False
-    for key, value in state.items():
-        if value.dtype == FP8 or (value.dtype == torch.uint8 and key in fp8):  # Fp8RoutedExperts' bytes
-            raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
-        for name, part in _parts(key, value, to_hf, gather):
-            precision = None
-            chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
-            if chosen and is_matrix(name, part.dim()):
-                precision, found = quantized_from or _own_precision(name, value), True
-            stays = not masters or name in published
-            tensors = exported(name, part, precision, lambda w: ops.quantize_weight(w), stays)
-            more = sum(tensor.nbytes for tensor in tensors.values())
-            if bucket and size + more > bucket_bytes:
-                yield _checked(bucket)
-                bucket, size = {}, 0
-            bucket |= tensors
-            size += more
-    if not found and (quantize is not None or not decides):
-        raise ValueError("nothing is quantized: no module is converted, and quantize or .experts. matches no matrix")
-    yield _checked(bucket)
+    fp8, parts = {plain_name(name) for name in names}, quantize or ([] if decides else [ROUTED])
 
+    def tensors() -> Iterator[dict[str, Tensor]]:
+        found = quantize is None and decides
+        for key, value in state.items():
+            if value.dtype == FP8 or (value.dtype == torch.uint8 and key in fp8):  # Fp8RoutedExperts' bytes
+                raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
+            for name, part in _parts(key, value, to_hf, gather):
+                precision = None
+                chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
+                if chosen and is_matrix(name, part):
+                    precision, found = quantized_from or _own_precision(name, value), True
+                yield exported(name, part, precision, ops.quantize_weight, stays_fp32(name))
+        if not found:
+            raise ValueError("nothing is quantized: no module is FP8, and quantize or .experts. matches no matrix")
 
-def _checked(bucket: dict[str, Tensor]) -> dict[str, Tensor]:
-    flags = {name: has_nan(tensor) for name, tensor in bucket.items() if tensor.dtype == FP8}
-    if flags and torch.stack([*flags.values()]).any():  # one host-device sync per bucket
-        bad = next(name for name, flag in flags.items() if flag)
-        raise ValueError(f"{bad} holds a NaN or Inf: the run has diverged; load an earlier checkpoint")
-    return bucket
+    yield from buckets(tensors(), bucket_bytes)
 
 
 def _own_precision(name: str, value: Tensor) -> torch.dtype:
     if isinstance(value, DTensor) and value.dtype == torch.float32:
-        raise ValueError(
-            f"{name} is fp32 and sharded, and FSDP may gather it in bf16; set quantized_from to torch.bfloat16 with "
-            "mixed precision, else to torch.float32"
-        )
+        gathered = "FSDP with mixed precision gathers it in bf16; set quantized_from to torch.bfloat16 or torch.float32"
+        raise ValueError(f"{name} is fp32 and sharded, and {gathered}")
     return value.dtype
 
 
@@ -130,24 +114,15 @@ def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool)
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict by their plain names, a tied one once. Transformers' models name the copies; layers
-    that share one there without saying so are apart for an engine."""
+    """The tensors of the state dict by their plain names, without the copies that a model of Transformers ties."""
     state = {plain_name(key): value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
-    named = model.named_parameters(remove_duplicate=False)
-    owners = {plain_name(name): id(param) for name, param in named}
-    if (tied := cast(Any, getattr(model, "all_tied_weights_keys", None))) is None:
-        first: dict[Any, str] = {}
-        for key in state:
-            first.setdefault(owners.get(key, key), key)
-        return {key: state[key] for key in first.values()}
+    tied = cast(Any, getattr(model, "all_tied_weights_keys", None)) or {}
     copies = {copy: original for copy, original in tied.items() if copy in state and original in state}
     for copy, original in copies.items():
-        if owners.get(copy) != owners.get(original) and not torch.equal(state[copy], state[original]):
-            raise ValueError(
-                f"{copy} differs from {original}, to which the model's config ties it, and an engine would have "
-                "one of them; set config.tie_word_embeddings to False, save the model and load it again"
-            )
-    return {key: value for key, value in state.items() if key not in copies}
+        if not torch.equal(state.pop(copy), state[original]):
+            untie = "set config.tie_word_embeddings to False, save the model and load it again"
+            raise ValueError(f"{copy} differs from {original}, to which the model's config ties it; {untie}")
+    return state
 
 
 def _fp8_names(model: nn.Module) -> tuple[list[str], bool]:
