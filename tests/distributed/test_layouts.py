@@ -18,7 +18,8 @@ TOLERANCE = 1e-2
 # torchao's tensorwise scales depend on which tokens a rank holds. Where dims are padded, a rank's tiles are others.
 # FP8 linears round more values: measured 1.05e-2.
 TOLERANCES = {"float8_linear": 0.15, "padded": 0.1, "linears": 0.02, "llama3": 0.02}
-LINEARS_LOSS = 1e-4  # sums in another order become other FP8 codes: 1.5e-5 with torch 2.11
+# Of the first step's loss. FP8 linears round other sums (1.5e-5 with torch 2.11) or by other scales (1.1e-5).
+FIRST_LOSS = {"linears": 1e-4, "float8_linear": 1e-4}
 
 
 @pytest.fixture(scope="session")
@@ -39,8 +40,8 @@ def test_layout_equals_one_process(results, case):
     tolerance = TOLERANCES.get(variant, TOLERANCE)
     assert max(errors.values()) < tolerance, sorted(errors.items(), key=lambda item: -item[1])[:5]
 
-    first = LINEARS_LOSS if variant == "linears" else 1e-5
-    assert result["losses"][0] == pytest.approx(reference["losses"][0], rel=first)
+    first_loss = pytest.approx(reference["losses"][0], rel=FIRST_LOSS.get(variant, 1e-5))
+    assert result["losses"][0] == first_loss
     assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)
 
     assert result["expert_bias"].keys() == reference["expert_bias"].keys()
