@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "grouped_mm", (*x, *recipe.quantize_weight(weights[0]), offsets_E, BF16, columns)
     for parts, rows_, columns in ((1, None, None), (2, None, None), (1, 144, None), (2, None, 144), (2, 80, 144)):
         for layout in recipe.WGRAD_LAYOUTS:
-            args = *recipe.transpose_pair(*x, *dy), offsets_E, FP32, parts, rows_, columns, layout
+            args = *recipe.transpose_pair(*x, *dy, offsets_E), offsets_E, FP32, parts, rows_, columns, layout
             yield "grouped_mm_wgrad", args
     yield "dequantize_rows", (*x, offsets_E)
     factors = torch.randn(E, 16, D, dtype=BF16), torch.randn(E, 2 * H, 16, dtype=BF16)
@@ -363,7 +363,7 @@ def test_flops_of_gemms_are_those_of_the_buffer():
     """Whatever rows are in use, here half of them: the counter does not know the group ends."""
     N, offsets_E = 384, torch.tensor([128, M // 2], dtype=INT32)
     dy, x, w = rows(M, N), rows(M, D), recipe.quantize_weight(torch.randn(E, N, D))
-    dyT_xT = recipe.transpose_pair(*x, *dy)
+    dyT_xT = recipe.transpose_pair(*x, *dy, offsets_E)
     with FlopCounterMode(display=False) as counter:
         NAMESPACE.grouped_mm(*x, *w, offsets_E, BF16)
         NAMESPACE.grouped_mm_wgrad(*dyT_xT[2:], *dyT_xT[:2], offsets_E, out_dtype=BF16)
@@ -383,7 +383,8 @@ def test_errors_say_what_to_do():
         refused("use w.bfloat16", ops.quantize_weight, w, other)
     refused("one or two weights", ops.quantize_weight, w, w, w)
     refused("torch.float16", ops.quantize_weight, w.half())
-    operands, one_group = recipe.transpose_pair(*rows(M, 384), *rows(M, 128)), torch.tensor([M], dtype=INT32)
+    one_group = torch.tensor([M], dtype=INT32)
+    operands = recipe.transpose_pair(*rows(M, 384), *rows(M, 128), one_group)
     refused("2 weights need a multiple of 256", ops.grouped_mm_wgrad, *operands, one_group, FP32, 2)
     for name, most in (("rows", 384), ("columns", 128)):
         for size in (0, most + 1, 60):

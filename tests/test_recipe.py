@@ -169,7 +169,8 @@ def test_transposes(seed, spread, mode):
             rows = range(128 * block, 128 * block + 128)
             parity = max((e_x[m] - e_dy[m] for m in rows if e_x[m] > 1 and e_dy[m] > 1), default=0) % 2
             balance[rows] = [(e_x[m] - e_dy[m] - parity) // 2 for m in rows]
-    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode)
+    all_rows = torch.tensor([256], dtype=torch.int32)
+    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, all_rows, mode)
     for q, scale, want in (
         (xT, xT_scale, transposed_definition(x, x_scale, -balance)),
         (dyT, dyT_scale, transposed_definition(dy, dy_scale, balance)),
@@ -426,7 +427,7 @@ def test_grouped_gemms():
     want = torch.cat([a64[:128] @ w64[0].t(), a64[128:] @ w64[2].t()])
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
 
-    aT, aT_scale, dyT, dyT_scale = recipe.transpose_pair(*operands[:2], *recipe.quantize_rows(dy))
+    aT, aT_scale, dyT, dyT_scale = recipe.transpose_pair(*operands[:2], *recipe.quantize_rows(dy), offsets_E)
     dw = recipe.grouped_mm_wgrad(dyT, dyT_scale, aT, aT_scale, offsets_E, FP32)
     left, right = recipe.dequantize(dyT, dyT_scale).double(), recipe.dequantize(aT, aT_scale).double()
     torch.testing.assert_close(dw[0].double(), left[:, :128] @ right[:, :128].t(), rtol=1e-5, atol=1e-4)

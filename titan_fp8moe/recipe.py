@@ -314,6 +314,7 @@ def transpose_pair(
     x_scale: Tensor,
     dy_MN: Tensor,
     dy_scale: Tensor,
+    offsets_E: Tensor,
     mode: str = "balanced",
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -325,10 +326,11 @@ def transpose_pair(
     Args:
         x_MD, dy_MN: (M, D) and (M, N) e4m3, M a multiple of 128.
         x_scale, dy_scale: (M, D // 128) and (M, N // 128) e8m0.
+        offsets_E: (E,) int32; columns of the results at and past ``offsets_E[-1]`` are undefined.
         mode: ``balanced`` moves each row's scale between the operands first (:func:`balance_exponent`).
             ``scaling_aware`` is the transpose of arXiv 2511.02302, section 3.2, but rounds to nearest even.
         token_M: (M,) int32 or None. If given, x and its scale are in token order, (T, D) and (T, D // 128). Row m of
-            the operand is row ``token_M[m]`` of them, or padding for -1 (:func:`permute_rows`).
+            the operand is row ``token_M[m]`` of them, or padding for -1 (:func:`permute_rows`). Rows may be strided.
 
     Returns:
         xT (D, M) e4m3, its scale (D // 128, M // 128) e8m0, dyT (N, M) e4m3, its scale (N // 128, M // 128) e8m0.

@@ -170,7 +170,7 @@ def make_wgrad_operands(generator, M, N, K, magnitude=1.0):
         return randn(generator, M, columns) * magnitudes
 
     (x, x_scale), (dy, dy_scale) = recipe.quantize_rows(make(K)), recipe.quantize_rows(make(N) * magnitude)
-    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale)
+    xT, xT_scale, dyT, dyT_scale = recipe.transpose_pair(x, x_scale, dy, dy_scale, offsets(M, device=x.device))
     return dyT, dyT_scale, xT, xT_scale
 
 

@@ -122,7 +122,7 @@ def test_transpose_pair(interpreted_axes, generator, device, mode, of_tokens):
         far_scale[LAST] = last_x[1].view(torch.uint8)
         x, maps = (x[0], far_scale.view(E8M0)), (token_M,)
     got = transpose.transpose_pair(*x, *dy, all_rows(device), mode, *maps)
-    want = recipe.transpose_pair(*last_x, *last_dy, mode, *order)
+    want = recipe.transpose_pair(*last_x, *last_dy, all_rows(device), mode, *order)
     for i in (0, 2):
         assert_same_bits(got[i][LAST, LAST], want[i][LAST])
         assert_same_bits(got[i + 1][-1:, -1:], want[i + 1][-1:])

@@ -13,7 +13,7 @@ MODES = recipe.TRANSPOSE_MODES
 def check(x, x_scale, dy, dy_scale, offsets_E, mode, token_M=None):
     end = int(offsets_E[-1])
     got = transpose.transpose_pair(x, x_scale, dy, dy_scale, offsets_E, mode, token_M)
-    want = recipe.transpose_pair(x, x_scale, dy, dy_scale, mode, token_M)
+    want = recipe.transpose_pair(x, x_scale, dy, dy_scale, offsets_E, mode, token_M)
     for (g, w), columns in zip(zip(got, want, strict=True), (end, end // 128) * 2, strict=True):
         assert_same_bits(g[:, :columns], w[:, :columns])
         assert g.shape[1] == columns or (g[:, columns:].view(torch.uint8) == 0xA5).all(), "unused columns were written"

@@ -134,8 +134,8 @@ def _shift_pair_kernel(
         _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M, TILE)
 
 
-def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
-    """Kernels of :func:`titan_fp8moe.ops.transpose_pair`; columns at and past ``offsets_E[-1]`` stay unwritten.
+def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode="balanced", token_M=None):
+    """Kernels of :func:`titan_fp8moe.recipe.transpose_pair`; columns at and past ``offsets_E[-1]`` stay unwritten.
 
     Values have unit stride along their rows, and dy is contiguous. Scales may have any strides; column-major is fast.
     With ``token_M`` a token's row is read once for each of its experts.
