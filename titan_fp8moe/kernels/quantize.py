@@ -61,23 +61,16 @@ def scale_of_amax(bits):
 
 
 @triton.jit
-def scale_tiles(x, nan_flag):
-    """Scales fp32 ``x`` (ROWS, 128) into e4m3's range, one tile per row; returns fp32 and uint8 scales (ROWS,).
-
-    Stores 1 to ``nan_flag`` (a uint8 address, or None) if a tile holds a NaN or Inf.
-    """
-    bits = tl.max(abs_bits(x), axis=1)
-    byte, factor = scale_of_amax(bits)
-    if nan_flag is not None:
-        # Threads and CTAs may store at once, but all store 1.
-        tl.store(nan_flag + tl.zeros_like(bits), 1, mask=bits >= 0x7F800000)
+def scale_tiles(x):
+    """Scales fp32 ``x`` (ROWS, 128) into e4m3's range, one tile per row; returns fp32 and uint8 scales (ROWS,)."""
+    byte, factor = scale_of_amax(tl.max(abs_bits(x), axis=1))
     return x * factor[:, None], byte.to(tl.uint8)
 
 
 @triton.jit
-def quantize_tiles(x, nan_flag):
+def quantize_tiles(x):
     """As :func:`scale_tiles`, in e4m3."""
-    values, byte = scale_tiles(x, nan_flag)
+    values, byte = scale_tiles(x)
     return values.to(tl.float8e4nv), byte
 
 
@@ -113,11 +106,15 @@ def _quantize_tiles_kernel(
 ):  # fmt: skip
     """Quantizes the ``num_tiles`` tiles of x, and zeros behind them, see :func:`_load_tiles`, to q (num_stored, TILE),
     contiguous, and scale (num_stored,) uint8. With ``scale_t``, of R rows of G tiles, it also stores the scales
-    column-major, (G, R), and R itself to ``end``."""
+    column-major, (G, R), and R itself to ``end``. Stores 1 to ``nan_flag`` if a tile holds a NaN or Inf."""
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     mask = tile < num_stored
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    values, byte = quantize_tiles(_load_tiles(x, tile, num_tiles, COLUMNS, TILE), nan_flag)
+    tiles = _load_tiles(x, tile, num_tiles, COLUMNS, TILE)
+    values, byte = quantize_tiles(tiles)
+    if nan_flag is not None:
+        # Threads and CTAs may store at once, but all store 1.
+        tl.store(nan_flag + tl.zeros_like(tile), 1, mask=tl.max(abs_bits(tiles), axis=1) >= 0x7F800000)
     tl.store(q + at, values, mask=mask[:, None])
     tl.store(scale + tile, byte, mask=mask)
     if scale_t is not None:

@@ -36,7 +36,7 @@ _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=
 @triton.jit
 def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr):
     """Quantizes x (ROWS, 128) into tile column ``tile`` of q (M, D) and of its column-major scales."""
-    values, byte = quantize_tiles(x, None)
+    values, byte = quantize_tiles(x)
     _store(q, scale, values, byte, row, tile, M, D, TILE)
 
 
@@ -156,7 +156,7 @@ def _swiglu_kernel(
         b_g, b_u = None, None
     # Nothing is converted to e4m3 and back here: ptxas of CUDA 12.8, which Triton 3.6 has, then takes other values.
     if h_q is not None and PAIRED is not None:
-        kept, byte = scale_tiles(pairs, None)
+        kept, byte = scale_tiles(pairs)
         if BEYOND is not None:
             nearest, other = round_both_ways(kept)
             g_read, u_read = _split(_dequantize(nearest, byte), ROWS, TILE)
@@ -164,8 +164,8 @@ def _swiglu_kernel(
             kept = tl.where(_join(crossed[0].to(tl.int8), crossed[1].to(tl.int8), ROWS, TILE) != 0, other, kept)
         _store_pairs(h_q, h_scale, kept.to(tl.float8e4nv), byte, pair_row, pair_tile, M, PAIRED, TILE)
     if h_q is not None and PAIRED is None:
-        g_kept, g_byte = scale_tiles(g, None)
-        u_kept, u_byte = scale_tiles(u, None)
+        g_kept, g_byte = scale_tiles(g)
+        u_kept, u_byte = scale_tiles(u)
         if BEYOND is not None:
             g_nearest, g_other = round_both_ways(g_kept)
             u_nearest, u_other = round_both_ways(u_kept)
@@ -269,7 +269,7 @@ def _store_gradients(
 ):  # fmt: skip
     """Quantizes gate's and up's gradients (ROWS, 128) into dh, at their tiles in h."""
     if PAIRED is not None:
-        values, byte = quantize_tiles(_join(dg, du, ROWS, TILE), None)
+        values, byte = quantize_tiles(_join(dg, du, ROWS, TILE))
         pair_row, pair_tile = _pairs(first, tile, ROWS)
         _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
     elif GATED:
