@@ -148,7 +148,7 @@ class SymmetricDispatch(Dispatch):
             returned = ops.unpermute_gradients(sums, at.view("score_gradients"), sent_TK, dtype, addend_RD)
         else:
             returned = (ops.unpermute_sum(sums, sent_TK, dtype, addend_RD),)
-        at.end()
+        at.in_flight = False
         return Returned(*returned)
 
 

@@ -12,12 +12,10 @@ checked with 2.13, symmetric memory with 2.11.
 import atexit
 import contextlib
 import functools
-import itertools
 import math
 import os
 import socket
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple, cast
@@ -44,14 +42,6 @@ class NoRoom(RuntimeError):
     """A rank had too little room in symmetric memory; no weight has been changed since."""
 
 
-class Section(NamedTuple):
-    """A tensor in the workspace: ``offset`` in bytes, a multiple of 256."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Sizes(NamedTuple):
     """The sizes that a workspace is made for: N ranks, T tokens of each, D, K, and E experts on each rank. D is a
     quantized token's, a multiple of 128."""
@@ -68,8 +58,9 @@ class Sizes(NamedTuple):
         return self.tokens * min(self.top_k, self.num_ranks)
 
     @functools.cache  # noqa: B019  as small as the tuple
-    def sections(self) -> dict[str, Section]:
-        """The parts of a workspace: published for other ranks to read, written by them, and their arrivals.
+    def sections(self) -> dict[str, tuple[int, tuple[int, ...], torch.dtype]]:
+        """The parts of a workspace, as offset in bytes, a multiple of 256, shape and dtype. Ranks publish them for
+        others to read, or write them for others.
 
         * ``q``, ``scale``: quantized tokens; ``ids``, ``scores``: (T, K), their routed pairs.
         * ``token``: (P,), ``token_C`` of :func:`titan_fp8moe.recipe.dispatch_routing`.
@@ -94,7 +85,7 @@ class Sizes(NamedTuple):
         }
         sections, offset = {}, 0
         for name, (shape, dtype) in shapes.items():
-            sections[name] = Section(offset, shape, dtype)
+            sections[name] = offset, shape, dtype
             offset += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return sections
 
@@ -142,7 +133,7 @@ class Workspace:
         interrupted: whether an error has ended the op in which it was.
         captured: whether a CUDA graph holds addresses of it.
         mapped: what keeps ``peers`` mapped.
-        barrier: waits for all ranks.
+        barrier: waits for all ranks and their devices.
         stream: of the transfers; None on a CPU.
         done: (1,) int32, how many CTAs of a kernel that arrives have ended.
         scratch: memory that a transfer uses, until it ends.
@@ -186,7 +177,7 @@ class Workspace:
         return sums if dim == self.sizes.dim else sums.view(-1)[: sums.shape[0] * dim].view(-1, dim)
 
     def offset(self, name: str) -> int:
-        return self.sizes.sections()[name].offset
+        return self.sizes.sections()[name][0]
 
     def begin(self) -> None:
         """Before an exchange. Raises RuntimeError if another is in flight, or if a rank has been late."""
@@ -199,9 +190,8 @@ class Workspace:
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """Kernels that are launched in this context run after what the current stream has been given so far, and beside
-        what it is given until :meth:`join`. Their memory is the current stream's: who calls this keeps it until
-        then. ``torch.use_deterministic_algorithms`` does not fill it: the fill would run after the fork, over results.
-        """
+        what it is given until :meth:`join`. Their memory is the current stream's, and the caller keeps it until then.
+        ``torch.use_deterministic_algorithms`` does not fill it: the fill would run after the fork, over results."""
         if self.stream is None:
             yield
             return
@@ -233,14 +223,10 @@ class Workspace:
                 'dispatch = "all_to_all"'
             )
         # Ranks may have arrived for a combine that nobody waits for.
-        if self.memory.is_cuda:
-            torch.cuda.synchronize()
         self.barrier()
         self.view("arrivals").zero_()
         self.rounds.zero_()
         self.done.zero_()
-        if self.memory.is_cuda:
-            torch.cuda.synchronize()
         self.barrier()
 
     def interrupt(self) -> None:
@@ -248,12 +234,8 @@ class Workspace:
         self.join()
         self.interrupted = True
 
-    def end(self) -> None:
-        """After an exchange."""
-        self.in_flight = False
-
     def planned(self) -> None:
-        """After the device has been asked whether all ranks have room: :meth:`check_room` can wait for that."""
+        """After the device has been asked whether all ranks have room: :meth:`error` can wait for that."""
         if not self._planned:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -281,9 +263,9 @@ class Workspace:
         if (message := self.lateness()) is not None:
             raise RuntimeError(message)
 
-    def check_room(self) -> None:
-        """Raises NoRoom if a rank had too little room, RuntimeError if it had other settings than another, in a forward
-        that has been launched, also by a replay. Forgets it then."""
+    def error(self) -> RuntimeError | None:
+        """NoRoom if a rank had too little room, RuntimeError if it had other settings than another, in a forward that
+        has been launched, also by a replay. Forgets it then."""
         for event in self._planned:
             if not event.query():
                 event.synchronize()
@@ -292,17 +274,18 @@ class Workspace:
             self.report[:LATE] = 0
             self.overflow.zero_()
         if unlike:
-            raise RuntimeError(
+            return RuntimeError(
                 'dispatch = "symmetric": the ranks of an expert-parallel group call a layer with another dtype or '
                 "other settings of fp8_flow_moe. Outputs are NaN since then; make them the same on all ranks"
             )
         if rows:
-            raise NoRoom(
+            return NoRoom(
                 f'dispatch = "symmetric": a rank would have needed {rows} rows and {tokens} dispatched tokens, more '
                 "than dispatch_capacity leaves room for. Outputs are NaN since then, and no weight has been changed. "
                 "Continue from a checkpoint with a larger dispatch_capacity (the number of expert-parallel ranks "
                 'always suffices) or with dispatch = "all_to_all"'
             )
+        return None
 
 
 @functools.cache
@@ -323,13 +306,7 @@ def check_room() -> None:
     CUDA graph that contains the optimizer, or with another optimizer. It waits for the last forward, in a replay too,
     and not for backwards.
     """
-    errors = []
-    for workspace in list(Workspace._all):
-        try:
-            workspace.check_room()
-        except RuntimeError as error:
-            errors.append(error)
-    if errors:
+    if errors := [error for workspace in list(Workspace._all) if (error := workspace.error())]:
         raise errors[0]
 
 
@@ -353,19 +330,12 @@ def _explain_traps() -> None:
             print(message, file=sys.stderr)
 
 
-_numbers = itertools.count()
-
 # --- one workspace per group and sizes --------------------------------------------------------------------------------
 
 # By group, since a later one may get the name of a group that has been destroyed.
 _workspaces: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Workspace]] = weakref.WeakKeyDictionary()
 _current: weakref.WeakValueDictionary[str, Workspace] = weakref.WeakValueDictionary()
 _on_meta: list[Workspace] = []  # the last one
-
-
-def resolve(group_name: str) -> dist.ProcessGroup:
-    """The process group of that name."""
-    return cast(Any, distributed_c10d)._resolve_process_group(group_name)
 
 
 def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
@@ -376,8 +346,7 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
 
     Raises:
         ValueError: for ranks on several nodes, or ranks that make a workspace of different ``sizes``.
-        RuntimeError: while a CUDA graph is captured and a workspace would have to be made; see also
-            :meth:`Workspace.begin`.
+        RuntimeError: in a capture of a CUDA graph, if there is no workspace yet; those of :meth:`Workspace.begin`.
     """
     if device.type == "meta":  # kernels are compiled ahead, for timeouts that take more than 32 bits in nanoseconds
         peers = [torch.empty(sizes.nbytes, dtype=torch.uint8, device=device)] * sizes.num_ranks
@@ -385,7 +354,7 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
         _on_meta[:] = [workspace]
         workspace.begin()
         return workspace
-    group = resolve(group_name)
+    group = cast(Any, distributed_c10d)._resolve_process_group(group_name)
     workspaces = _workspaces.setdefault(group, [])
     workspace = next((w for w in workspaces if _fits(w, sizes)), None)
     if workspace is None:
@@ -399,9 +368,8 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
         with torch.inference_mode(False):
             workspace = _create(group, sizes, device)
         # It takes the place of smaller ones: to make it, all ranks have waited for their devices.
-        workspaces[:] = [w for w in workspaces if w.captured or w.in_flight or not _fits(w, sizes._replace(tokens=0))]
-        workspaces.append(workspace)
-        workspaces.sort(key=lambda w: w.sizes.tokens)
+        kept = [w for w in workspaces if w.captured or w.in_flight or not _fits(w, sizes._replace(tokens=0))]
+        workspaces[:] = sorted([*kept, workspace], key=lambda w: w.sizes.tokens)
     workspace.begin()
     _current[group_name] = workspace
     return workspace
@@ -427,8 +395,7 @@ def _is_destroyed(group: dist.ProcessGroup) -> bool:
 
 
 def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    path = f"{folder}/titan_fp8moe_{os.getpid()}_{group.group_name}_{next(_numbers)}"
+    path = f"/dev/shm/titan_fp8moe_{os.getpid()}_{group.group_name}"  # there while this function runs
     said: list[Any] = [None] * group.size()
     dist.all_gather_object(said, (socket.gethostname(), sizes, path), group)
     hosts, all_sizes, paths = zip(*said, strict=True)
@@ -445,11 +412,11 @@ def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:
     if device.type == "cuda":
         memory, mapped = _peer_memory(group, sizes.nbytes, device)
     else:
-        memory, mapped = _shared_files(group, paths, sizes), None
+        memory, mapped = _shared_files(group, paths, sizes.nbytes, device), None
     backend = group._get_backend(device)
     workspace = Workspace(sizes, group.rank(), memory, lambda: backend.options._timeout.total_seconds())
     whole = weakref.ref(group)
-    workspace.mapped, workspace.barrier = mapped, lambda: _barrier(whole())
+    workspace.mapped, workspace.barrier = mapped, lambda: _barrier(whole(), device)
     return workspace
 
 
@@ -458,26 +425,26 @@ def _peer_memory(group: Any, nbytes: int, device: torch.device) -> tuple[list[Te
     from torch.distributed import _symmetric_memory
 
     memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = _symmetric_memory.rendezvous(memory.zero_(), group.group_name)
+    handle = _symmetric_memory.rendezvous(memory, group.group_name)
     peers = [handle.get_buffer(n, (nbytes,), torch.uint8) for n in range(group.size())]
-    if peers[group.rank()].data_ptr() != memory.data_ptr():
-        raise RuntimeError("torch.distributed._symmetric_memory has changed: a buffer does not begin at its tensor")
-    torch.cuda.synchronize()
-    _barrier(group)
+    peers[group.rank()].zero_()
+    _barrier(group, device)
     return peers, (memory, handle)
 
 
-def _shared_files(group: Any, paths: tuple[str, ...], sizes: Sizes) -> list[Tensor]:
+def _shared_files(group: Any, paths: tuple[str, ...], nbytes: int, device: torch.device) -> list[Tensor]:
     def map_file(path: str) -> Tensor:
-        return torch.from_file(path, shared=True, size=sizes.nbytes, dtype=torch.uint8)
+        return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
 
     map_file(paths[group.rank()]).zero_()
-    _barrier(group)
+    _barrier(group, device)
     peers = [map_file(path) for path in paths]
-    _barrier(group)
+    _barrier(group, device)
     os.unlink(paths[group.rank()])
     return peers
 
 
-def _barrier(group: Any) -> None:
+def _barrier(group: Any, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     dist.all_gather_object([None] * group.size(), None, group)
