@@ -276,8 +276,8 @@ def test_scores_of_shared_experts_stay_fp32_under_fsdp(group, monkeypatch):
     (dict(w2=torch.zeros(256, 128)), "w2 (256, H)"),
     (dict(w3=None, w1=torch.zeros(320, 256), w2=torch.zeros(256, 160)), "w1 (2H, 256) with w3 None"),
     (dict(w1=torch.zeros(256, 256).half()), "all bf16 or all fp32"),
-    (dict(scores=torch.zeros(T, 1)), "shared.scores must be (300,) fp32"),
-    (dict(scores=torch.zeros(T).bfloat16()), "use scores.float()"),
+    (dict(scores=torch.zeros(T, 1)), "scores (300,) fp32 or None"),
+    (dict(scores=torch.zeros(T).bfloat16()), "scores (300,) torch.bfloat16"),
 ])  # fmt: skip
 def test_shared_experts_that_do_not_fit(change, message):
     (x, scores, *weights), ids = make_inputs()
@@ -287,7 +287,7 @@ def test_shared_experts_that_do_not_fit(change, message):
         routed_experts(x, *weights[:3], ids, scores, shared=shared._replace(**change))
     interleaved = torch.stack(weights[:3:2], 2).flatten(1, 2)
     fused = SharedExperts(torch.cat(weights[3::2]), weights[4])
-    with pytest.raises(ValueError, match="interleaved=True says how the routed w1 lies; pass gate and up of shared"):
+    with pytest.raises(ValueError, match="w1 and w3 .H, 256., H a multiple of 16, and w2"):
         routed_experts(x, interleaved, weights[1], None, ids, scores, interleaved=True, shared=fused)
     with pytest.raises(ValueError, match="with w3 None, as 'relu2' has no gate"):
         routed_experts(x, *weights[:2], None, ids, scores, activation="relu2", shared=shared)

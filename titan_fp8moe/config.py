@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 import torch
 import torch.distributed as dist
 
-from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route, auto, check_member
+from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route, auto
 from titan_fp8moe.spec import BackwardSpec
 
 _STAYS = Route()
@@ -100,7 +100,6 @@ class Fp8FlowMoEConfig:
         """The route of a layer whose experts are spread over the group, or are all here."""
         if ep_group is None:
             return _STAYS
-        check_member(ep_group)
         capacity = auto.room() if self.dispatch == "auto" else self.dispatch_capacity
         return Route(self._backend_name(), ep_group.size(), capacity, ep_group.group_name)
 

@@ -135,7 +135,7 @@ def note_nan(q: Tensor, nan_flag: Tensor | None) -> None:
 def check_values(x: Tensor) -> None:
     """Raises ValueError for values that are not quantized."""
     if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"quantization: x must be bf16 or fp32, got {x.dtype}")
+        raise ValueError(f"quantization: x must be bf16 or fp32, got {x.dtype}; use x.bfloat16()")
 
 
 def quantize_rows(x_TD: Tensor, nan_flag: Tensor | None = None) -> tuple[Tensor, Tensor]:

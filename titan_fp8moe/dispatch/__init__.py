@@ -7,10 +7,8 @@ makes a forward's dispatch. ``BACKENDS[route.backend].resume`` continues it in t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
@@ -18,7 +16,7 @@ from titan_fp8moe.dispatch.base import Dispatch, Pairs, Route
 from titan_fp8moe.dispatch.local import LocalDispatch
 from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 
-__all__ = ["BACKENDS", "Dispatch", "Pairs", "Route", "auto", "begin", "check_member", "evenly"]
+__all__ = ["BACKENDS", "Dispatch", "Pairs", "Route", "auto", "begin", "evenly"]
 
 BACKENDS: dict[str, type[Dispatch]] = {
     "local": LocalDispatch,
@@ -28,13 +26,6 @@ BACKENDS: dict[str, type[Dispatch]] = {
 """By name. All but ``local`` serve a group of ranks, and the setting ``dispatch`` takes their names."""
 
 _evenly = False
-
-
-def check_member(ep_group: Any) -> None:
-    """Raises ValueError for what is no process group, such as the number that ``new_group`` returns to ranks outside
-    the group."""
-    if ep_group is not None and not isinstance(ep_group, dist.ProcessGroup):
-        raise ValueError(f'ep_group must be a process group of this rank, as mesh.get_group("ep"), got {ep_group!r}')
 
 
 @contextmanager

@@ -21,14 +21,15 @@ def check_inputs(
     (w1, w2, w3), rows, pairs = weights, x_TD.shape, topk_ids_TK.shape
     stored, sizes = isinstance(w1, Fp8Weight), w1.shape  # stored ones have padded sizes
     dims = len(rows) == len(pairs) == 2 and len(sizes) == 3 and rows[0] == pairs[0]
-    if not dims or (padded(rows[1]) if stored else rows[1]) != sizes[2] or topk_scores_TK.shape != pairs:
+    kinds = topk_scores_TK.dtype == torch.float32 and topk_ids_TK.dtype in (torch.int32, torch.int64)
+    fits = dims and kinds and topk_scores_TK.shape == pairs
+    if not fits or (padded(rows[1]) if stored else rows[1]) != sizes[2]:
+        got = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x_TD, topk_ids_TK, topk_scores_TK, w1))
         raise ValueError(
-            f"x must be (T, D), batch dims flattened, topk_ids and topk_scores (T, K), and w1 (E, H, D); got "
-            f"{tuple(rows)}, {tuple(pairs)}, {tuple(topk_scores_TK.shape)} and {tuple(sizes)}"
+            "x must be (T, D), batch dims flattened, topk_ids (T, K) int32 or int64, topk_scores (T, K) fp32 "
+            f"(torch.topk returns scores, then ids), and w1 (E, H, D); got {got}"
         )
     E, H, D = sizes
-    if x_TD.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"x must be bf16 or fp32, got {x_TD.dtype}; use x.bfloat16()")
     device, dtype, up = x_TD.device, w1.dtype, w1 if w3 is None else w3
     if not device == topk_ids_TK.device == topk_scores_TK.device == w1.device == w2.device == up.device:
         devices = {t.device for t in (x_TD, topk_ids_TK, topk_scores_TK, w1, w2, up)}
@@ -53,11 +54,6 @@ def check_inputs(
         )
     if stored:
         _check_stored(weights)
-    if topk_scores_TK.dtype != torch.float32 or topk_ids_TK.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            "topk_ids must be int32 or int64, and topk_scores fp32 (torch.topk returns scores, then ids); got "
-            f"{topk_ids_TK.dtype} and {topk_scores_TK.dtype}"
-        )
     check_device(x_TD)
 
 
@@ -90,25 +86,22 @@ def check_shared(shared: SharedExperts, x_TD: Tensor, expert: ExpertSpec) -> Non
     """Rejects shared experts that do not fit the tokens or the activation."""
     (T, D), (w1, w2, w3, scores), device = x_TD.shape, shared, x_TD.device
     parts = 2 if expert.gated and w3 is None else 1
-    if parts == 2 and expert.interleaved:
-        raise ValueError(
-            "interleaved=True says how the routed w1 lies; pass gate and up of shared experts as w1 and w3, since one "
-            "w1 would be read with gate first"
-        )
     H = w1.shape[0] // parts
-    fits = w3 is None or (expert.gated and w3.shape == w1.shape)
+    # Beside interleaved routed experts one w1 would be ambiguous: it would be read with gate first.
+    fits = not expert.interleaved if parts == 2 else w3 is None or (expert.gated and w3.shape == w1.shape)
     fits = fits and w1.shape == (parts * H, D) and w2.shape == (D, H) and H % (BLOCK if parts == 2 else STEP) == 0
-    given = {name: w for name, w in zip(shared._fields[:3], shared, strict=False) if w is not None}
-    if not fits or not _of_one_kind(given, device):
-        shapes = f"w1 and w3 (H, {D}), H a multiple of 16, or w1 (2H, {D}) with w3 None, H a multiple of 128"
+    fits = fits and (scores is None or (scores.shape, scores.dtype, scores.device) == ((T,), torch.float32, device))
+    given = {name: tensor for name, tensor in zip(shared._fields, shared, strict=True) if tensor is not None}
+    if not fits or not _of_one_kind({name: w for name, w in given.items() if name != "scores"}, device):
+        shapes = f"w1 and w3 (H, {D}), H a multiple of 16"
         if not expert.gated:
             shapes = f"w1 (H, {D}), H a multiple of 16, with w3 None, as {expert.activation!r} has no gate"
+        elif not expert.interleaved:
+            shapes += f", or w1 (2H, {D}) with w3 None, H a multiple of 128"
         raise ValueError(
-            f"shared must have {shapes}, and w2 ({D}, H), all bf16 or all fp32 on {device}; got {_described(given)}"
+            f"shared must have {shapes}, and w2 ({D}, H), all bf16 or all fp32 on {device}, and scores ({T},) fp32 or "
+            f"None; got {_described(given)}"
         )
-    if scores is not None and (scores.shape, scores.dtype, scores.device) != ((T,), torch.float32, device):
-        got = f"{tuple(scores.shape)} {scores.dtype} on {scores.device}"
-        raise ValueError(f"shared.scores must be ({T},) fp32 on {device}; use scores.float() of one dim; got {got}")
 
 
 def _check_stored(weights: ExpertWeights[Any]) -> None:

@@ -85,18 +85,8 @@ class Fp8AllGather(nn.Module):
         return self
 
     def local_weights(self, *params: nn.Parameter | None) -> list[Any]:
-        """The parameters as this rank's plain tensors; None for None.
-
-        Raises:
-            RuntimeError: if FSDP was to gather them in FP8 and has not.
-        """
-        weights = [w.to_local() if isinstance(w, DTensor) else w for w in params]
-        if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
-            raise RuntimeError(
-                "FSDP has not gathered the experts' weights in FP8: their tensors were replaced after fully_shard; "
-                "load into the parameters as they are (no assign=True), or set fp8_flow_moe.fp8_all_gather = false"
-            )
-        return weights
+        """The parameters as this rank's plain tensors; None for None."""
+        return [w.to_local() if isinstance(w, DTensor) else w for w in params]
 
 
 def gather_in_fp8(param: DTensor) -> None:
@@ -119,8 +109,7 @@ class _PreAllGather:
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        if (shard := self.shard()) is None:
-            raise RuntimeError("this is a copy of a parameter that FSDP gathers in FP8, which FSDP cannot gather")
+        shard = cast(Tensor, self.shard())
         q, scale = ops.quantize_weight(shard)
         return (q.view(torch.uint8), scale.view(torch.uint8)), (shard.shape[1], shard.shape[2])
 

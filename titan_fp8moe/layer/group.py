@@ -220,10 +220,7 @@ def _check_input(x: Tensor, D: int) -> None:
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if dtype not in (torch.bfloat16, torch.float32):  # nor could the backward quantize such a gradient
-        raise ValueError(f"the result would be {dtype}, of x or of autocast; use bf16 or fp32")
-    return dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 # --- linear -----------------------------------------------------------------------------------------------------------

@@ -200,20 +200,12 @@ def run_layer(
     ).flatten()  # fmt: skip
     refuse_export(inputs)
     out = run_experts(inputs, call)
-    return out if meanwhile is None else _add(out, meanwhile())
+    return out if meanwhile is None else out + meanwhile()
 
 
 _NO_SHARED = Shared(NO_WEIGHTS)
 _WHY_EAGERLY = "the host orders copies of offloaded experts, which a graph would not repeat"
 _run_eagerly = torch.compiler.disable(run_layer, reason=_WHY_EAGERLY)
-
-
-def _add(out_TD: Tensor, extra_TD: Any) -> Tensor:
-    """The sum with the result of ``meanwhile``, which must not broadcast."""
-    if not isinstance(extra_TD, Tensor) or extra_TD.shape != out_TD.shape:
-        got = tuple(extra_TD.shape) if isinstance(extra_TD, Tensor) else extra_TD
-        raise ValueError(f"meanwhile must return a tensor of x's shape, {tuple(out_TD.shape)}, got {got}")
-    return out_TD + extra_TD
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning

@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
-from titan_fp8moe.dispatch import check_member
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.host import HostLayer
@@ -144,8 +143,6 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
     ):
         super().__init__()
         _check_arguments(num_experts, dim, hidden_dim, dtype or torch.get_default_dtype())
-        if not isinstance(ep_group, DeviceMesh):
-            check_member(ep_group)
         num_ranks = 1 if ep_group is None else ep_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
@@ -297,7 +294,6 @@ class Fp8RoutedExperts(_RunsLayer):
     ):
         super().__init__()
         require_config(config, "experts stored in FP8", "recompute", "save_h", *TRANSPORT)
-        check_member(ep_group)
         if w13.shape[1] != expert.rows_per_unit * w2.shape[2]:
             raise ValueError(
                 f"activation {expert.activation!r} takes {expert.rows_per_unit} rows of w1 and w3 together per hidden "

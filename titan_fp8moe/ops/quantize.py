@@ -175,17 +175,11 @@ refresh_weight = with_kernel(_refresh_weight, kernels.refresh_weight)
 
 
 def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: bool) -> tuple[Tensor, ...]:
-    first, last = weights[0], weights[-1]
-    alike = first.dtype == last.dtype and first.shape[0] == last.shape[0] and first.shape[2] == last.shape[2]
-    if not alike or len(weights) > 2 or first.dtype not in (torch.bfloat16, torch.float32, FP8):
-        got = ", ".join(f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        raise ValueError(
-            "quantize_weight: one or two weights (E, N, K) must share E, K and a dtype, bf16 or fp32; "
-            f"got {got}; use w.bfloat16()"
-        )
+    first, *others = weights
     if isinstance(first, Fp8Weight):
-        last, last_scale = cast(Fp8Weight, last) if len(weights) == 2 else (None, None)
+        last, last_scale = cast(Fp8Weight, others[0]) if others else (None, None)
         return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
+    recipe.check_values(first)
     return quantize_weights(cast(list[Tensor], list(weights)), plain, transposed)
 
 
@@ -193,14 +187,14 @@ def quantize_weight(*weights: Tensor | Fp8Weight) -> Fp8Weight:
     """Quantizes one or two weights in 128x128 blocks into one operand, concatenated along N.
 
     Args:
-        weights: (E, N_i, K) bf16 or fp32, each padded with zeros to multiples of 128. Or already quantized
-            (``fp8_all_gather``); those are only concatenated.
+        weights: (E, N_i, K) of one dtype, bf16 or fp32, each padded with zeros to multiples of 128. Or already
+            quantized (``fp8_all_gather``); those are only concatenated.
 
     Returns:
         The operand (E, sum of padded N_i, padded K).
 
     Raises:
-        ValueError: for more than two weights, other dtypes, or shapes that do not fit.
+        ValueError: for another dtype.
     """
     if len(weights) == 1 and isinstance(weights[0], Fp8Weight):
         return weights[0]
