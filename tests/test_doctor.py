@@ -59,7 +59,6 @@ def test_others_are_compared_once(gpu, caplog, where):
         assert backend.use_kernels(OnGpu())
     assert checked == [None]  # once, and kernels could run meanwhile
     assert f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}" in caplog.text
-    assert ("not tuned for it" in caplog.text) == (where[0] != (9, 0))
 
 
 def test_kernels_that_differ_never_run(gpu):
@@ -96,8 +95,8 @@ def test_the_self_check_names_what_differs(monkeypatch):
 
 
 @pytest.mark.parametrize("case", self_check._cases(), ids=lambda case: case.name)
-def test_one_wrong_element_is_found(monkeypatch, case):
-    """In any result of any op; where an exponential is allowed its last bit, two codes."""
+def test_a_wrong_element_is_found(monkeypatch, case):
+    """In any result of any op; where an exponential is allowed its last bits, one in 64."""
     run = self_check._run
     assert self_check._agrees(case, "cpu")
     for index in range(len(run(case, "cpu"))):
@@ -106,8 +105,9 @@ def test_one_wrong_element_is_found(monkeypatch, case):
             results = run(case, "cpu")
             if device == "cuda":
                 spoil = results[index] = results[index].clone(memory_format=torch.contiguous_format)
-                bits = self_check._bits(spoil).view(-1)
-                bits[-3:] ^= 2 if case.nearly and spoil.dtype.itemsize == 1 else 1 << (14 if case.nearly else 0)
+                raw = spoil.view(torch.uint8).view(-1)
+                size = spoil.itemsize
+                raw[size - 1 :: 64 * size if case.nearly else raw.numel()] ^= 0x40 if case.nearly else 1
             return results
 
         monkeypatch.setattr(self_check, "_run", spoiled)
@@ -120,22 +120,13 @@ def test_the_activation_that_a_backward_computes_again_is_compared():
     assert results and all(len(found) >= 5 for found in results)
 
 
-@pytest.mark.parametrize(("value", "wrong", "near"), [
-    (3.0, -3.0, False), (3.0, 3.25, True), (3.0, 3.5, False), (448.0, float("nan"), False), (0.0, -0.0, True),
-])  # fmt: skip
-def test_which_codes_are_near(value, wrong, near):
-    want = torch.full((4096,), value)
+@pytest.mark.parametrize(("wrong", "near"), [(3.25, True), (-3.0, False), (float("nan"), False)])
+def test_which_results_are_near(wrong, near):
+    """One code in a thousand may be the next one."""
+    want = torch.full((4096,), 3.0)
     got = want.clone()
     got[:4] = wrong
-    assert self_check._nearly_same(got.to(recipe.FP8), want.to(recipe.FP8)) == near
-
-
-@pytest.mark.parametrize(("wrong", "near"), [(128, True), (129, False), (255, False)])
-def test_which_scales_are_near(wrong, near):
-    want = torch.full((4, 4), 127, dtype=torch.uint8)
-    got = want.clone()
-    got[0, 0] = wrong
-    assert self_check._nearly_same(got.view(recipe.E8M0), want.view(recipe.E8M0)) == near
+    assert self_check._same(got.to(recipe.FP8), want.to(recipe.FP8), nearly=True) == near
 
 
 def test_the_reference_is_not_compared_with_itself(gpu):
