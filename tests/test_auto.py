@@ -20,7 +20,7 @@ def enabled(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(auto, "_greatest", float)
     with undone():
-        auto.enable(torch.device("cpu"), one_group=False)
+        auto.enable(torch.device("cpu"))
         yield
         auto.disable()
 
@@ -135,22 +135,16 @@ def test_memory_for_the_rows_of_the_room(monkeypatch, before, load, room, fits):
 
 
 @pytest.mark.parametrize(
-    ("one_group", "mine", "others", "raised", "asked"),
-    [
-        (True, "mine", False, "mine", 0),
-        (True, None, True, None, 0),  # cannot be: its ranks find it alike
-        (False, "mine", False, "mine", 1),
-        (False, None, True, "other expert-parallel ranks", 1),
-        (False, None, False, None, 1),
-    ],
+    ("mine", "others", "raised"),
+    [("mine", False, "mine"), (None, True, "other expert-parallel ranks"), (None, False, None)],
 )
-def test_ranks_of_several_groups_ask_each_other_once_a_step(monkeypatch, one_group, mine, others, raised, asked):
+def test_ranks_ask_each_other_once_a_step(monkeypatch, mine, others, raised):
     def check() -> None:
         if mine:
             raise NoRoom(mine)
 
     calls = []
-    auto.enable(torch.device("cpu"), one_group)
+    auto.enable(torch.device("cpu"))
     steps(20, 500)
     monkeypatch.setattr(auto, "check_room", check)
     monkeypatch.setattr(auto, "_greatest", lambda value: calls.append(value) or float(value or others))
@@ -165,7 +159,7 @@ def test_ranks_of_several_groups_ask_each_other_once_a_step(monkeypatch, one_gro
     said = []
     monkeypatch.setattr(auto.logger, "warning", said.append)
     auto.run_step(step, lambda: None)
-    assert sum(isinstance(value, bool) for value in calls) == asked  # others tell the room that a step needed
+    assert sum(isinstance(value, bool) for value in calls) == 1  # others tell the room that a step needed
     assert (raised in said[0]) if raised else not said
 
 

@@ -41,7 +41,6 @@ class _State:
     """``device``: None as long as nobody has called :func:`enable`."""
 
     device: torch.device | None = None
-    one_group: bool = False  # of expert-parallel ranks: all ranks
     hosts: Any = None  # the process group of all ranks' messages
     room: str = ""  # of the buffers, as text: a graph would take a number that changes for a variable
     before: int = 2**63  # bytes that this rank holds before its first layer
@@ -57,13 +56,9 @@ class _State:
 _state = _State()
 
 
-def enable(device: torch.device, one_group: bool) -> None:
-    """Lets ``auto`` use symmetric memory in this process, on all ranks alike, in steps that :func:`run_step` runs.
-
-    Args:
-        one_group: whether all ranks share their experts.
-    """
-    vars(_state).update(vars(_State(device, one_group, wait=CALM_STEPS)))
+def enable(device: torch.device) -> None:
+    """Lets ``auto`` use symmetric memory in this process, on all ranks alike, in steps that :func:`run_step` runs."""
+    vars(_state).update(vars(_State(device, wait=CALM_STEPS)))
     before_step = "torch.optim.optimizer:register_optimizer_step_pre_hook"
     patches.hook(before_step, _ask_once_a_step, checked_on="torch 2.11 to 2.15")
 
@@ -179,10 +174,7 @@ def _ask_once_a_step(*_: Any) -> None:
         check_room()
     except NoRoom as error:
         lacking = error
-    some_lack = lacking is not None
-    if not _state.one_group:
-        some_lack = _greatest(some_lack) > 0
-    if some_lack:
+    if _greatest(lacking is not None):
         raise lacking or NoRoom("other expert-parallel ranks had too little room")
 
 

@@ -367,14 +367,17 @@ def _local(inputs: Inputs) -> tuple[Inputs, tuple[Any, Any] | None]:
     :func:`place_as`. Not by to_local(), whose autograd nodes take longer than this one."""
     if not isinstance(inputs.weights.w1, DTensor):
         return inputs, None
-    w1, w2, w3 = cast(Any, inputs.weights)
-    w3_spec, w3_local = (None, None) if w3 is None else (w3._spec, w3._local_tensor)
-    local = inputs._replace(weights=ExpertWeights(w1._local_tensor, w2._local_tensor, w3_local))
-    biases, of_biases = cast(Any, inputs.biases), None
+    (weights, of_weights), biases, of_biases = _local_parts(inputs.weights), inputs.biases, None
     if biases is not None:
-        of_biases = [None if b is None else b._spec for b in biases]
-        local = local._replace(biases=Biases(*(None if b is None else b._local_tensor for b in biases)))
-    return local, ((w1._spec, w2._spec, w3_spec), of_biases)
+        biases, of_biases = _local_parts(biases)
+        biases = Biases(*biases)
+    return inputs._replace(weights=ExpertWeights(*weights), biases=biases), (of_weights, of_biases)
+
+
+def _local_parts(parameters: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The local tensors of DTensors, and their specs; None for None."""
+    local = [None if p is None else p._local_tensor for p in parameters]
+    return local, [None if p is None else p._spec for p in parameters]
 
 
 _WHY_EAGERLY = 'the all-to-all reads split sizes on the host; only dispatch = "symmetric" can be part of a graph'

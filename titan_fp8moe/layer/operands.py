@@ -81,7 +81,6 @@ class Copies:
 
     replayed: bool = False
     _stream: "torch.cuda.Stream | None" = None
-    _raw_stream: int = -1
 
     def __init__(self, operands: tuple[KeptOperand, ...], steps: Tensor, lock: threading.Lock):
         self.operands, self.steps, self.lock = operands, steps, lock
@@ -108,11 +107,10 @@ class Copies:
         if (weight := group[0]).is_cuda:
             if captured := torch.cuda.is_current_stream_capturing():
                 self.replayed = True
-            elif self._raw_stream != (raw := torch._C._cuda_getCurrentRawStream(weight.get_device())):
-                stream = torch.cuda.current_stream(weight.device)
+            elif self._stream != (stream := torch.cuda.current_stream(weight.device)):
                 if self._stream is not None:
                     stream.wait_stream(self._stream)
-                self._stream, self._raw_stream = stream, raw
+                self._stream = stream
         force = not captured and key != self.keys[at]  # a graph would repeat a forced refresh in every replay
         made = ops.refresh_weight([*group], *self.operands[at], steps, force, generation)
         self.latest[at] = made

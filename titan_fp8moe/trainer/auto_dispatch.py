@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -30,7 +29,7 @@ def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: st
     way, changes = describe(config, layout, reason)
     if changes and preflight.trains_here():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        auto.enable(device, one_group=dist.is_initialized() and layout.expert_shards == dist.get_world_size())
+        auto.enable(device)
     return way
 
 
