@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints, and an unknown converter, get a sentence before training."""
+"""Damaged and foreign checkpoints get a sentence before training."""
 
 import logging
 from types import SimpleNamespace
@@ -8,9 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import ConfigManager
 
-from tests.jobs import CUSTOM_MODULE, cpu_only, make_config  # noqa: F401
 from tests.layer import refused
-from titan_fp8moe.torchtitan.dry_run import check_config
 from titan_fp8moe.torchtitan.first_hour import check_resumption
 
 DIMS = SimpleNamespace(dp_replicate=1, dp_shard=2)
@@ -109,9 +107,3 @@ def test_the_model_only_in_hugging_faces_format(job, tmp_path):
     (step(tmp_path, 20) / "model.safetensors.index.json").write_text("{}")
     with refused("step-20 holds the model only", "load_step = 16", "initial_load_in_hf"):
         check_resumption(job, DIMS)
-
-
-def test_unknown_converter():
-    job = make_config("--model.converters=fp8_flow")
-    with refused("model.converters has 'fp8_flow'; known are", "'fp8_flow_moe'"):
-        check_config(job)

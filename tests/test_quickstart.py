@@ -173,6 +173,7 @@ def test_training_without_torchtitan_names_the_environment(tmp_path: Path):
 
 @pytest.mark.parametrize(("removed", "arguments", "said"), [
     ("config_module", "", 'fp8_flow_moe is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.'),
+    ("", "--model.converters quantize.grouped_mm.float8,fp8_flow_moe", "model.converters has fp8_flow_moe and"),
     ("tokenizer", "", "model.hf_assets_path = 'CORPUS/tokenizer' has no tokenizer.json; download it, or"),
     ("", "--model.hf-assets-path CORPUS", "model.hf_assets_path = 'CORPUS' has no tokenizer.json"),
     ("train", "", "training.dataset_path = 'CORPUS/train' does not exist; tools/build_corpus.py makes"),
@@ -197,7 +198,7 @@ def test_what_a_first_run_lacks_is_named_before_it_is_launched(tmp_path: Path, r
     if not said:
         assert (done.returncode, done.stdout) == (0, "launched\n"), done.stderr
         return
-    assert (done.returncode, done.stdout) == (2, "")
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: {said.replace('CORPUS', str(tmp_path))}")
 
 

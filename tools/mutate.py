@@ -58,7 +58,6 @@ TESTS = {
     "torchtitan/first_hour": ["test_first_hour.py"],
     "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],
     "torchtitan/checkpoint": [*ADAPTER, "test_export_fp8.py", "distributed/test_layouts.py"],
-    "torchtitan/toml_file": ["test_train_configs.py", "test_settings.py"],
     "torchtitan/flavors": ["test_cpu_training.py"],
     "torchtitan/parallel": [*ADAPTER, "test_patches.py", "test_modules.py", "test_overlap.py"],
     "torchtitan/compiling": ["test_compiling.py", "test_modules.py", "test_overlap.py", "distributed/test_auto.py"],

@@ -30,15 +30,18 @@ if ! python3 -c "import importlib.util as util; raise SystemExit(not util.find_s
     echo "error: $(command -v python3) lacks torchtitan; activate its environment, such as: source .venv/bin/activate" >&2
     exit 2
 fi
-python3 - "$CONFIG_FILE" "$@" <<'CHECKS' || exit 2
+python3 - "$CONFIG_FILE" "$@" <<'CHECKS'
 import pathlib, sys, tomllib
 tables = tomllib.loads(pathlib.Path(sys.argv[1]).read_text())
 job = {f"{table}.{name}": value for table, values in tables.items() for name, value in values.items()}
 words = [word for argument in sys.argv[2:] for word in argument.split("=", 1)]
 job |= {word[2:].replace("-", "_"): value for word, value in zip(words, words[1:]) if word.startswith("--")}
 assets, data = (pathlib.Path(job.get(name) or "") for name in ("model.hf_assets_path", "training.dataset_path"))
-if "fp8_flow_moe" in job.get("model.converters", "") and not job.get("job.custom_config_module"):
+converters = job.get("model.converters", "")
+if "fp8_flow_moe" in converters and not job.get("job.custom_config_module"):
     sys.exit('error: fp8_flow_moe is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.torchtitan"')
+if "fp8_flow_moe" in converters and "quantize.grouped_mm" in str(converters):
+    sys.exit("error: model.converters has fp8_flow_moe and quantize.grouped_mm, which convert the same experts; keep one")
 if not any((assets / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
     sys.exit(f"error: model.hf_assets_path = {str(assets)!r} has no tokenizer.json; download it, or make one with a"
              " corpus: tools/build_corpus.py")

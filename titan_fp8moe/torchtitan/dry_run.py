@@ -17,11 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.models import _supported_models
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
@@ -29,7 +27,6 @@ from torchtitan.tools import utils
 
 from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.nn.modules import KeepDtype
-from titan_fp8moe.torchtitan import toml_file
 from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
@@ -48,12 +45,8 @@ def smallest_world_size(config: JobConfig) -> int:
 
 
 def check_config(config: JobConfig) -> None:
-    """Raise ValueError for mistakes that torchtitan only warns about or finds late: model, dataset."""
-    try:
-        flavors = get_train_spec(config.model.name).model_args
-    except ValueError as error:
-        known = sorted(_supported_models | _supported_experiments)
-        raise ValueError(f"model.name = {config.model.name!r}: torchtitan has {known}") from error
+    """Raise ValueError for mistakes that torchtitan finds late or by a KeyError: flavor, converter, dataset."""
+    flavors = get_train_spec(config.model.name).model_args
     if config.model.flavor not in flavors:
         raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
     for name in config.model.converters:
@@ -181,7 +174,7 @@ def _moe(module: Any) -> MetaMoE | None:
 
 
 def _load(path: str | None, overrides: list[str]) -> JobConfig:
-    config = toml_file.load(str(path), overrides)
+    config = ConfigManager().parse_args([f"--job.config_file={path}", *overrides])
     check_config(config)
     return config
 
