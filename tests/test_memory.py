@@ -30,9 +30,11 @@ from tests.processes import call
 from titan_fp8moe import routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.torchtitan import memory
-from titan_fp8moe.torchtitan.memory import Estimate, estimate
+from titan_fp8moe.torchtitan.dry_run import memory_job
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
+from titan_fp8moe.trainer import memory
+from titan_fp8moe.trainer.dry_run import MetaMoE
+from titan_fp8moe.trainer.memory import Estimate, estimate
 
 ROOT = Path(__file__).parent.parent
 THROUGHPUT = "experiments/throughput/train.toml"
@@ -130,7 +132,7 @@ def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Es
     config = ConfigManager().parse_args([f"--job.config_file={ROOT / file}", "--model.name=deepseek_v3", *overrides])
     with preflight.for_other_machines():
         dims, _, parts = dry_run.build(config, rank, gpus)
-    found = estimate(config, dims, parts)
+    found = estimate(memory_job(config, dims), parts)
     assert found is not None
     return found
 
@@ -272,11 +274,18 @@ def allocations(make: Callable[[], tuple[Forward, torch.Tensor]], dtype: torch.d
         return [kept, allocated.peak - before - kept]
 
 
-def activations(T: int) -> Any:
-    """The counter of a microbatch of T tokens on one GPU."""
-    counted: Any = memory._Activations.__new__(memory._Activations)
-    counted.tokens, counted.ep, counted.itemsize = T, 1, torch.bfloat16.itemsize
-    return counted
+def job(T: int, ep: int = 1) -> memory.Job:
+    """A job of T tokens on each of ``ep`` ranks."""
+    config = SimpleNamespace(parallelism=None, training=SimpleNamespace(local_batch_size=1, seq_len=T))
+    dims = SimpleNamespace(pp_enabled=False, cp=1, tp=1, ep=ep)
+    return memory.Job(config, dims, torch.bfloat16, "", lambda module: None, lambda block, part: 0)
+
+
+def converted(config: Fp8FlowMoEConfig, E: int, D: int, H: int, top_k: int) -> MetaMoE:
+    """A MoE layer in FP8, as far as the estimate looks at it."""
+    matrices = SimpleNamespace(w2=torch.empty(E, D, H, device="meta"))
+    routed: Any = SimpleNamespace(config=config, matrices=lambda: matrices)
+    return MetaMoE(routed, routed, None, top_k, True, forward=None)
 
 
 def assert_estimated(make: Callable[[], tuple[Forward, torch.Tensor]], part: Any) -> None:
@@ -307,7 +316,7 @@ def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, s
             linear.weight = nn.Parameter(weight)
         return lambda: ffn(x), torch.empty(T, D)
 
-    assert_estimated(make, activations(T)._dense(ffn, set()))
+    assert_estimated(make, memory.dense(job(T), ffn))
 
 
 @pytest.mark.parametrize(("D", "H", "top_k"), [(512, 256, 2), (256, 176, 3)])
@@ -320,9 +329,7 @@ def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recom
         ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
         return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config), torch.empty(T, D)
 
-    experts = SimpleNamespace(config=config, w2=torch.empty(E, D, H, device="meta"))
-    moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
-    assert_estimated(make, activations(T)._fp8_moe(moe, set()))
+    assert_estimated(make, memory.fp8_experts(job(T), converted(config, E, D, H, top_k)))
 
 
 def test_routed_experts_of_two_ranks_keep_what_is_estimated():
@@ -339,10 +346,6 @@ def _routed_experts_of_two_ranks_keep_what_is_estimated():
         of[:, :, 0], of[:, :, -1] = T, 1
         return of
 
-    experts = SimpleNamespace(config=config, w2=torch.empty(E, D, H, device="meta"))
-    moe = SimpleNamespace(experts=experts, router=SimpleNamespace(top_k=top_k), shared_experts=None)
-    counted = activations(T)
-    counted.ep = 2
     with set_default_dtype(torch.bfloat16), torch.device("meta"), Allocated() as allocated:
         x, *weights = parameters((T, D), (E // 2, H, D), (E // 2, D, H), (E // 2, H, D))
         ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
@@ -352,7 +355,7 @@ def _routed_experts_of_two_ranks_keep_what_is_estimated():
         kept = allocated.held - before
     assert out.shape == (T, D)
     with mock.patch.object(memory, "capacities", return_value=(2 * T, 2 * T)):  # rows and dispatched tokens
-        estimated = counted._fp8_moe(moe, set()).everything
+        estimated = memory.fp8_experts(job(T, ep=2), converted(config, E, D, H, top_k)).everything
     left_out = 2 * T * (12 + 4)  # of dispatched tokens: their payloads' padding, and which tokens they are
     assert kept == pytest.approx(estimated + left_out, rel=1e-5), (kept, estimated)
 
@@ -371,7 +374,7 @@ def test_autocast_holds_what_is_estimated():
         return forward, torch.empty(1, 4096, dtype=torch.bfloat16)
 
     kept, peak = allocations(make, torch.float32)
-    found = memory._weight(None, weight)
+    found = memory._weight(weight, None, None)
     assert kept == pytest.approx(found.gathered, rel=0.002)
     assert peak == pytest.approx(found.sharded + found.backward, rel=0.002)
 
@@ -394,8 +397,8 @@ def _fsdp_holds_what_is_estimated(ranks: int):
         out = model(x)
         allocated.peak = 0
         out.sum().backward()
-    steps = [(name, memory.Step(memory._weights(linear))) for name, linear in model.named_children()]
-    held = 2 * sum(step.weights.sharded for _, step in steps)
+    steps = [memory.Step(name, memory.weights_of(linear)) for name, linear in model.named_children()]
+    held = 2 * sum(step.weights.sharded for step in steps)
     estimated, where = max(memory._walk(steps, held, accumulates=True))
     assert where == "in the backward of 2"
     assert allocated.peak == pytest.approx(estimated, rel=0.002)
@@ -404,4 +407,4 @@ def _fsdp_holds_what_is_estimated(ranks: int):
 def test_other_blocks_are_not_estimated():
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": nn.Linear(8, 8)})
-    assert estimate(make_config(), make_dims(), [model]) is None
+    assert estimate(memory_job(make_config(), make_dims()), [model]) is None

@@ -53,7 +53,7 @@ TESTS = {
     "patches": ["test_patches.py"],
     "torchtitan/dry_run": ["test_train_configs.py", "test_warm_up.py"],
     "trainer/dry_run": ["test_train_configs.py", "test_warm_up.py"],
-    "torchtitan/memory": ["test_memory.py"],
+    "trainer/memory": ["test_memory.py"],
     "torchtitan/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "torchtitan/first_hour": ["test_first_hour.py"],
     "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],

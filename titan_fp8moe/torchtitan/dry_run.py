@@ -3,7 +3,7 @@
 Loads the TOML file as torchtitan does, then repeats the steps of its ``Trainer`` up to the allocation of memory: model
 on the meta device, converters, pipeline split, and tensor, expert and data parallelism. It runs as one rank of a fake
 process group of the real size. The degrees, dims and batch sizes of a config that passes fit together. It takes seconds
-and needs no GPU. The peak of memory that it prints is an estimate (:mod:`titan_fp8moe.torchtitan.memory`).
+and needs no GPU. The peak of memory that it prints is an estimate (:mod:`titan_fp8moe.trainer.memory`).
 
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_671b.toml --rank 100
     python -m titan_fp8moe.torchtitan.dry_run train_configs/deepseek_v3_16b.toml --world-size 64 --training.seq_len 8192
@@ -11,13 +11,14 @@ and needs no GPU. The peak of memory that it prints is an estimate (:mod:`titan_
 Arguments after the config are torchtitan's own overrides.
 """
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model import BaseModelArgs
@@ -25,15 +26,13 @@ from torchtitan.protocols.model_converter import _registry_model_converter_cls, 
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.nn.modules import KeepDtype
+from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
-from titan_fp8moe.torchtitan.memory import Estimate, estimate
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
-from titan_fp8moe.trainer import auto_dispatch, dry_run
+from titan_fp8moe.trainer import dry_run, memory
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
-
-_ENDS = ROOMS[0], ROOMS[-1]
+from titan_fp8moe.trainer.preflight import compiles_model
 
 
 def smallest_world_size(config: JobConfig) -> int:
@@ -121,32 +120,46 @@ def _build(config: JobConfig, rank: int, world_size: int) -> Built:
     return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 
 
-def _over_symmetric(built: Built, experts: list[Fp8FlowExperts], room: float) -> float:
-    """The peak in bytes where ``dispatch = "auto"`` has gone over, with buffers of this size."""
-    settings = [module.config for module in experts]
-    for module in experts:
-        module.config = replace(module.config, dispatch="symmetric", dispatch_capacity=room)
-    found = cast(Estimate, estimate(built.config, built.dims, built.parts))
-    for module, before in zip(experts, settings, strict=True):
-        module.config = before
-    return found.peak
-
-
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
-    lines, changes = [], False
-    experts = [m for part in built.parts for m in part.modules() if isinstance(m, Fp8FlowExperts)]
-    if experts:
-        way, changes = auto_dispatch.describe(experts[0].config, built.layout, why_all_to_all(built.config))
-        lines += [f"dispatch  {way.removeprefix('dispatch ')}"] * bool(way)
-    if (found := estimate(built.config, built.dims, built.parts)) is not None:
-        memory = f"memory    activations {found.activations / 2**30:.1f} GiB, peak about {found.peak / 2**30:.1f} GiB "
-        lines.append(f"{memory}{found.where}, if routing is balanced")
-        if changes:
-            peaks = " to ".join(f"{_over_symmetric(built, experts, room) / 2**30:.1f}" for room in _ENDS)
-            rooms = "room for {} to {} times the rows of balanced routing".format(*_ENDS)
-            lines.append(f"          over symmetric memory about {peaks} GiB: it has {rooms}")
+    lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
     return dry_run.report(built, ends=("tok_embeddings", "norm", "output"), experts="moe.experts", lines=lines)
+
+
+def memory_job(config: JobConfig, dims: ParallelDims) -> memory.Job:
+    """What :mod:`titan_fp8moe.trainer.memory` needs to know."""
+    training, checkpoint = config.training, config.activation_checkpoint
+    # torchtitan autocasts neither under tensor nor under pipeline parallelism, if FSDP does not cast.
+    casts = dims.fsdp_enabled or dims.ep_enabled or not (dims.tp_enabled or dims.pp_enabled)
+    return memory.Job(
+        config,
+        dims,
+        TORCH_DTYPE_MAP[training.mixed_precision_param if casts else training.dtype],
+        head="output",
+        moe_of=_moe,
+        keeps=functools.partial(_keeps, checkpoint),
+        recomputed=checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns,
+        hides=lambda block: compiles_model(config) and _hides_ops(block),
+        keeps_exchange=config.model.name != "qwen3",  # whose list of ops in torchtitan 0.2.2 lacks it
+    )
+
+
+def _keeps(checkpoint: ActivationCheckpoint, block: int, part: memory.Part) -> float:
+    mode, option = checkpoint.mode, checkpoint.selective_ac_option
+    if mode == "selective" and option == "op":
+        return part.per_op
+    if mode == "selective":  # every n-th block is checkpointed as a whole; 0 means every block
+        return part.everything if int(option) and block % int(option) else 0
+    return part.everything * {"none": 1, "memory_budget": checkpoint.memory_budget}.get(mode, 0)
+
+
+def _hides_ops(block: Any) -> bool:
+    """A graph inside of a checkpoint hides its ops from that; one around it does not."""
+    if not hasattr(block, "moe_enabled"):
+        return False
+    if not block.moe_enabled and not isinstance(block.feed_forward, Fp8FlowFeedForward):
+        return False
+    return why_submodules(block) is not None or why_eager(block) is not None
 
 
 def layers(built: Built) -> Iterator[Callable[[], Tensor]]:

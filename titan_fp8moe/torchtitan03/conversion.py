@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
@@ -163,8 +162,7 @@ def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dic
     """Checks the job; says how tokens travel. The experts leave FSDP where it would gather and reduce them over one
     rank, for nothing."""
     layout = job_checks.expert_layout(job, dims)
-    one_graph = None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
-    way = auto_dispatch.prepare(settings, layout, one_graph)
+    way = auto_dispatch.prepare(settings, layout, job_checks.why_all_to_all(job))
     job_checks.check_job(job, settings)
     preflight.warn_about_settings(settings, layout.fsdp_shards)
     preflight.check_dispatch(settings, layout)

@@ -11,6 +11,7 @@ does not estimate what activations take.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.manager import ConfigManager
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from titan_fp8moe.torchtitan03.job_checks import expert_layout
+from titan_fp8moe.torchtitan03.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
-from titan_fp8moe.trainer import dry_run
+from titan_fp8moe.trainer import dry_run, memory
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 
 
@@ -81,8 +84,34 @@ def _build(config: Any, rank: int, world_size: int) -> Built:
 
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
-    ends = "tok_embeddings", "norm", "lm_head", "mtp_layers"
-    return dry_run.report(built, ends=ends, experts="moe.routed_experts.inner_experts")
+    ends, lines = ("tok_embeddings", "norm", "lm_head", "mtp_layers"), []
+    if not any(getattr(part, "mtp_layers", None) for part in built.parts):  # multi-token prediction is not estimated
+        lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
+    return dry_run.report(built, ends=ends, experts="moe.routed_experts.inner_experts", lines=lines)
+
+
+def memory_job(config: Any, dims: ParallelDims) -> memory.Job:
+    """What :mod:`titan_fp8moe.trainer.memory` needs to know."""
+    policy = config.activation_checkpoint
+    return memory.Job(
+        config,
+        dims,
+        TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+        head="lm_head",
+        moe_of=_moe,
+        keeps=functools.partial(_keeps, policy),
+        recomputed=policy.force_recompute_mm_shapes_by_fqns if isinstance(policy, SelectiveAC.Config) else (),
+        loss_chunks=getattr(config.loss, "num_chunks", 1),
+        keeps_gradients=not config.training.disable_cuda_graphs,
+    )
+
+
+def _keeps(policy: Any, block: int, part: memory.Part) -> float:
+    if isinstance(policy, SelectiveAC.Config):
+        return part.per_op
+    if isinstance(policy, MemoryBudgetAC.Config):
+        return policy.memory_budget * part.everything
+    return part.everything if policy is None else 0
 
 
 def layers(built: Built) -> Iterator[Callable[[], Tensor]]:

@@ -94,6 +94,11 @@ def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
     return preflight.expert_layout(job, dims, token_shards=1 if dims.ep == 1 else dims.tp)
 
 
+def why_all_to_all(job: Any) -> str | None:
+    """Why no step of this job can be run again, as ``dispatch = "auto"`` needs it over symmetric memory."""
+    return None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
+
+
 def check_classes(name: str, layer: Any) -> None:
     """The classes of one MoE layer's parts, before it is converted."""
     routed = layer.routed_experts
