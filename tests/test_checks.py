@@ -1,7 +1,5 @@
 """The framework-free checks: what they refuse, and the settings and remedies that they name."""
 
-import logging
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from tests.layer import refused
 from tests.processes import run_script
 from titan_fp8moe import Fp8FlowLinear, RoutedExperts, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.trainer import preflight
 
 
@@ -112,7 +109,6 @@ NO_EXPERTS = ["experts do not divide", "choose a parallelism.expert_parallel_deg
 NO_DIM = ["not a multiple of 16", "fp8_flow_moe.filter_fqns"]
 NO_SHARD = ["tensor-parallel ranks", "not a multiple of 16; lower parallelism.tensor_parallel_degree"]
 NOT_WHOLE = ["fp8_flow_moe.fp8_all_gather needs whole experts", "raise parallelism.data_parallel_replicate_degree"]
-TOO_MANY = ["rows for their top-4 experts", "lower training.local_batch_size or training.seq_len"]
 
 
 @pytest.mark.parametrize(
@@ -127,14 +123,11 @@ TOO_MANY = ["rows for their top-4 experts", "lower training.local_batch_size or 
         ((8, 256, 200), (1, 1, 1), ["moe: expert hidden dim 200", *NO_DIM]),
         ((8, 256, 1408), (1, 16, 1), ["is 88 per rank", *NO_SHARD]),
         ((8, 256, 256), (1, 3, 1), ["is 85.3333 per rank", *NO_SHARD]),
-        ((8, 256, 256), (1, 1, 1, MAX_ROWS // 4), []),
-        ((8, 256, 256), (1, 1, 1, MAX_ROWS // 4 + 1), TOO_MANY),
     ],
 )
 def test_layers(sizes: tuple[int, ...], layout: tuple[int, ...], said: list[str]):
-    layout = preflight.ExpertLayout(*(*layout, 64)[:4])
     with refused(*said):
-        preflight.check_layer("moe", *sizes, 4, Fp8FlowMoEConfig(), layout)
+        preflight.check_layer("moe", *sizes, Fp8FlowMoEConfig(), preflight.ExpertLayout(*layout, 64))
 
 
 @pytest.mark.parametrize(("shards", "fsdp", "fits"), [(2, 4, True), (1, 8, True), (4, 3, False), (2, 8, False)])
@@ -143,44 +136,10 @@ def test_whole_experts_are_gathered(shards: int, fsdp: int, fits: bool):
     for gathers in (False, True):
         with refused(*NOT_WHOLE if gathers and not fits else []):
             config = Fp8FlowMoEConfig(fp8_all_gather=gathers)
-            preflight.check_layer("moe", 8, 256, 256, 2, config, layout)
-
-
-@pytest.mark.parametrize("built_for", ["13.0", None])
-def test_lost_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, built_for: str | None):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", built_for)
-    assert preflight.check_hardware() == "plain PyTorch reference on the CPU"
-    assert ("built for CUDA but finds no GPU" in caplog.text) == bool(built_for)
-
-
-CACHE, FORWARD = {"cache_weights": True}, {"cache_layouts": "forward"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "fsdp_shards", "warning"),
-    [
-        (CACHE, 1, None),
-        (CACHE, 2, "cache_weights keeps quantized weights unsharded, 2 bytes per parameter"),
-        (CACHE | FORWARD, 2, "cache_weights keeps quantized weights unsharded, 1 byte per parameter"),
-        (FORWARD, 2, "cache_layouts has no effect without fp8_flow_moe.cache_weights"),
-        ({"save_h": "fp8"}, 2, None),
-        ({"dispatch_capacity": 2.0}, 2, "dispatch_capacity has no effect without"),
-        ({"dispatch": "symmetric", "dispatch_capacity": 2.0}, 2, None),
-        ({"recompute": "experts"}, 2, None),
-        ({"recompute": "experts", "save_h": "fp8"}, 2, "save_h has no effect with"),
-        ({"fp8_all_gather": True}, 2, None),
-        ({"fp8_all_gather": True}, 1, "fp8_all_gather has no effect: FSDP shards the experts over one rank"),
-    ],
-)
-def test_warnings(caplog: pytest.LogCaptureFixture, settings: dict, fsdp_shards: int, warning: str | None):
-    preflight.warn_about_settings(Fp8FlowMoEConfig(**settings), fsdp_shards)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == bool(warning) and (not warning or f"fp8_flow_moe.{warning}" in warnings[0])
+            preflight.check_layer("moe", 8, 256, 256, config, layout)
 
 
 TOO_MANY = "16 ranks", "a node has 8", "lower parallelism.expert_parallel_degree"
-ALONE = 'dispatch = "symmetric"', "there are none", "raise parallelism.expert_parallel_degree"
 
 
 @pytest.mark.parametrize(
@@ -191,9 +150,7 @@ ALONE = 'dispatch = "symmetric"', "there are none", "raise parallelism.expert_pa
         ("auto", 16, 1, "8", ()),
         ("symmetric", 16, 1, "8", TOO_MANY),
         ("symmetric", 8, 2, "8", TOO_MANY),
-        ("symmetric", 1, 1, "8", ALONE),
-        ("symmetric", 1, 2, None, ALONE),
-        ("auto", 1, 2, "8", ()),
+        ("symmetric", 1, 1, "8", ()),
     ],
 )
 def test_symmetric_dispatch_needs_ranks_of_one_node(

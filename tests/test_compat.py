@@ -53,29 +53,18 @@ def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
     with undone():
         rebind("only_here", lambda one: one + 1)
         assert utils.only_here == 2
-        with refused("torchtitan has no such_name to replace", error=RuntimeError):
-            rebind("such_name", lambda one: one + 1)
 
 
-@pytest.mark.parametrize("gone", compat._HOOK_HANDLES)
-def test_fsdp_hooks_are_removed_where_it_manages_nothing(gone: str):
+def test_fsdp_hooks_are_removed():
     module = torch.nn.Linear(2, 2)
-    with refused("has other hooks", error=RuntimeError):
-        compat.remove_fsdp_hooks(module)
     handles = {
         "_pre_forward_hook_handle": module.register_forward_pre_hook(lambda *_: None),
         "_post_forward_hook_handle": module.register_forward_hook(lambda *_: None),
     }
-    state = SimpleNamespace(_fsdp_param_group=None, **{name: h for name, h in handles.items() if name != gone})
-    module._get_fsdp_state = lambda: state
-    with refused("has other hooks", error=RuntimeError):
-        compat.remove_fsdp_hooks(module)
-    setattr(state, gone, handles[gone])
+    assert handles.keys() == {*compat._HOOK_HANDLES}
+    module._get_fsdp_state = lambda: SimpleNamespace(**handles)
     compat.remove_fsdp_hooks(module)
     assert not module._forward_pre_hooks and not module._forward_hooks
-    state._fsdp_param_group = object()
-    with refused("has other hooks", error=RuntimeError):
-        compat.remove_fsdp_hooks(module)
 
 
 def test_a_compiled_checkpoint_keeps_its_inputs_only():
@@ -118,14 +107,15 @@ def test_compiled_modules_are_called_eagerly_for_a_while():
     assert len(calls) == 2 and model[0]._compiled_call_impl is None
 
 
-def test_some_parameters_of_a_group_leave_fsdp(monkeypatch: pytest.MonkeyPatch):
+def test_some_parameters_of_a_group_leave_fsdp():
     a, b, c = (SimpleNamespace(sharded_param=torch.nn.Parameter(torch.ones(1))) for _ in range(3))
     groups = [SimpleNamespace(fsdp_params=[a, b]), SimpleNamespace(fsdp_params=[c])]
-    monkeypatch.setattr(compat, "_fsdp_state", lambda module: SimpleNamespace(**{compat._GROUPS: groups}))
-    compat.leave_fsdp(torch.nn.Module(), [b.sharded_param, c.sharded_param])
+    module = torch.nn.Module()
+    module._get_fsdp_state = lambda: SimpleNamespace(**{compat._GROUPS: groups})
+    compat.leave_fsdp(module, [b.sharded_param, c.sharded_param])
     assert [group.fsdp_params for group in groups] == [[a]]
     with pytest.raises(RuntimeError):
-        compat.leave_fsdp(torch.nn.Module(), [b.sharded_param])
+        compat.leave_fsdp(module, [b.sharded_param])
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (100, 100)])

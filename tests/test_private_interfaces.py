@@ -5,9 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from torchtitan.models.llama4.infra import parallelize
-
-from titan_fp8moe.torchtitan import parallel
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_fp8moe"
@@ -49,13 +46,3 @@ def test_private_names_of_torch_are_listed():
         for name in re.findall(r"\btorch(?:\.\w+)*?\.(_[a-z]\w*(?:\.\w+)?)", code):
             known = name.split(".")[-1] in listed or name.split(".")[0] in ("_ops", "_dynamo", "_functorch")
             assert known or name.startswith(("_checkpoint", "_fully", "_python_dispatch")), f"{path}: {name}"
-
-
-def test_another_fully_shard_is_refused(monkeypatch):
-    """FSDP would shard the experts as if they were torchtitan's, silently. Nothing is changed before the refusal."""
-    monkeypatch.setattr(parallelize, "fully_shard", lambda *args, **kwargs: None)
-    styles = [*parallel._MESHES, parallel.expert_parallel.ReordererSequenceParallel]
-    before = [style._apply for style in styles]
-    with pytest.raises(RuntimeError, match="fully_shard is not PyTorch's"):
-        parallel.install()
-    assert [style._apply for style in styles] == before

@@ -10,7 +10,6 @@ All other changes to torchtitan and PyTorch wait for a converter that converts s
 :mod:`~titan_fp8moe.torchtitan.converter`. :mod:`titan_fp8moe.patches` lists the changes of a process and undoes them.
 """
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,8 +17,6 @@ import torch
 
 from titan_fp8moe.versions import installed, warn_about_versions
 
-if importlib.util.find_spec("torchtitan") is None:
-    raise ImportError("titan_fp8moe.torchtitan needs torchtitan 0.2.2: pip install -e '.[torchtitan]' in a checkout")
 if (RELEASE := installed("torchtitan") or "").startswith("0.3"):  # none of a checkout that is not installed
     raise ImportError(
         f"titan_fp8moe.torchtitan is for torchtitan 0.2.2, but {RELEASE} is installed; use titan_fp8moe.torchtitan03, "

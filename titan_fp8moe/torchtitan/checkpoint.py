@@ -21,7 +21,7 @@ from titan_fp8moe.export_fp8.format import ROUTED, is_matrix
 from titan_fp8moe.export_fp8.model_config import Fact
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import TILE
-from titan_fp8moe.torchtitan.dry_run import build_model, check_config, make_parallel_dims, smallest_world_size
+from titan_fp8moe.torchtitan.dry_run import build_model, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer import preflight
@@ -48,7 +48,6 @@ class Job:
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
         config = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
         config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
-        check_config(config)
         dims = make_parallel_dims(config, smallest_world_size(config) if world_size is None else world_size)
         with preflight.for_other_machines():
             spec, model_args, model = build_model(config, dims)

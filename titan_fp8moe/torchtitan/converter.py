@@ -49,7 +49,7 @@ class Fp8FlowMoEConverter(ModelConverter):
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
         job_checks.check_job(job_config)
-        job_checks.check_parallelism(job_config, parallel_dims)
+        job_checks.check_parallelism(parallel_dims)
         first_hour.check_resumption(job_config, parallel_dims)
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
@@ -59,7 +59,6 @@ class Fp8FlowMoEConverter(ModelConverter):
         fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
         self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
-        preflight.warn_about_settings(self.config, self.layout.fsdp_shards)
         preflight.check_dispatch(self.config, self.layout)
 
     def convert(self, model: nn.Module) -> None:

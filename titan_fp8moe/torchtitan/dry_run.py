@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
-from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.model_converter import _registry_model_converter_cls, build_model_converters
+from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
@@ -43,19 +42,6 @@ def smallest_world_size(config: JobConfig) -> int:
     return dry_run.smallest_world_size(p, p.expert_tensor_parallel_degree, least)
 
 
-def check_config(config: JobConfig) -> None:
-    """Raise ValueError for mistakes that torchtitan finds late or by a KeyError: flavor, converter, dataset."""
-    flavors = get_train_spec(config.model.name).model_args
-    if config.model.flavor not in flavors:
-        raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(flavors)}")
-    for name in config.model.converters:
-        if name not in _registry_model_converter_cls:
-            raise ValueError(f"model.converters has {name!r}; known are {sorted(_registry_model_converter_cls)}")
-    for section in ("training", *["validation"] * config.validation.enable):
-        if (dataset := getattr(config, section).dataset) not in DATASETS:
-            raise ValueError(f"{section}.dataset = {dataset!r}: torchtitan has {sorted(DATASETS)}")
-
-
 def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
     """The parallel degrees of the config on so many ranks."""
     p = config.parallelism
@@ -74,6 +60,8 @@ def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:
 def build_model(config: JobConfig, dims: ParallelDims) -> tuple[TrainSpec, BaseModelArgs, nn.Module]:
     """The whole model on the meta device, converted but not parallelized, with its spec and arguments."""
     spec = get_train_spec(config.model.name)
+    if config.model.flavor not in spec.model_args:
+        raise ValueError(f"model.flavor = {config.model.flavor!r}: {config.model.name} has {sorted(spec.model_args)}")
     model_args = spec.model_args[config.model.flavor]
     model_args.update_from_config(config)
     converters = build_model_converters(config, dims)  # refuse a job before torchtitan looks for what it would need
@@ -102,14 +90,10 @@ def build(config: JobConfig, rank: int, world_size: int) -> tuple[ParallelDims, 
     n_params = sum(param.numel() for param in model.parameters())
     if not dims.pp_enabled:
         return dims, n_params, [spec.parallelize_fn(model, dims, config)]
-    if spec.pipelining_fn is None:
-        raise ValueError(
-            f"torchtitan does not split {config.model.name} into pipeline stages; set "
-            "parallelism.pipeline_parallel_degree = 1"
-        )
     loss_fn = spec.build_loss_fn(config, parallel_dims=dims)
     device = torch.device(utils.device_type)
-    _, parts, _, _ = spec.pipelining_fn(model, dims, config, device, model_args, spec.parallelize_fn, loss_fn)
+    pipeline = cast(Any, spec.pipelining_fn)
+    _, parts, _, _ = pipeline(model, dims, config, device, model_args, spec.parallelize_fn, loss_fn)
     return dims, n_params, parts
 
 
@@ -187,9 +171,7 @@ def _moe(module: Any) -> MetaMoE | None:
 
 
 def _load(path: str | None, overrides: list[str]) -> JobConfig:
-    config = ConfigManager().parse_args([f"--job.config_file={path}", *overrides])
-    check_config(config)
-    return config
+    return ConfigManager().parse_args([f"--job.config_file={path}", *overrides])
 
 
 def from_command_line(description: str | None) -> Built:

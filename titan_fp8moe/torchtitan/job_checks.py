@@ -4,11 +4,12 @@ own.
 All of them run before anything is converted or allocated. Each raises ValueError with the setting to change.
 """
 
-import torch
+from typing import Any, cast
+
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, GptOssMoE
-from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
+from torchtitan.models.moe.moe import GroupedExperts, MoE
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -22,55 +23,26 @@ _KNOWN = (MoE, GroupedExperts), (GptOssMoE, GptOssGroupedExperts)
 
 def check_job(job: JobConfig) -> None:
     """The settings of the job, without its parallel degrees and its model."""
-    if not hasattr(job, "fp8_flow_moe"):
-        raise ValueError(
-            "model.converters has 'fp8_flow_moe', but the [fp8_flow_moe] table is unknown; set "
-            'job.custom_config_module = "titan_fp8moe.torchtitan", or give the JobConfig of your own module the field '
-            "fp8_flow_moe: titan_fp8moe.config.Fp8FlowMoEConfig, and import titan_fp8moe.torchtitan in it"
-        )
-    config = job.fp8_flow_moe
+    config = cast(Any, job).fp8_flow_moe
     preflight.check_job(job, config, validation="validation")
     if config.cache_weights and job.optimizer.early_step_in_backward:
         raise ValueError(
             "fp8_flow_moe.cache_weights keeps quantized weights for a whole step, but with "
             "optimizer.early_step_in_backward each microbatch changes the weights; set one of the two to false"
         )
-    converters = job.model.converters
-    if others := [name for name in converters if name.startswith("quantize.grouped_mm")]:
+    if others := [name for name in job.model.converters if name.startswith("quantize.grouped_mm")]:
         raise ValueError(
             f"fp8_flow_moe and {', '.join(others)} convert the same experts; keep one of them in model.converters"
         )
-    if converters.count("fp8_flow_moe") > 1:
-        raise ValueError("model.converters names fp8_flow_moe twice; once is enough")
     if config.linear_fqns and preflight.compiles_model(job) and config.statistics_every:
         raise ValueError(
             "fp8_flow_moe.statistics_every works outside of graphs, but compile takes the linears of "
             "fp8_flow_moe.linear_fqns into one; leave out one of the three"
         )
-    if job.parallelism.expert_parallel_comm_backend != "standard":
-        raise ValueError(
-            "fp8_flow_moe dispatches FP8 rows itself and cannot use parallelism.expert_parallel_comm_backend = "
-            f'{job.parallelism.expert_parallel_comm_backend!r}; set it to "standard"'
-        )
 
 
-def check_parallelism(job: JobConfig, dims: ParallelDims) -> None:
-    """Refuses parallel degrees with which torchtitan 0.2.2 itself fails, and warns about one that it gets wrong."""
-    if dims.ep > 1 and dims.tp > 1 and dims.dp_shard * dims.cp == 1:
-        raise ValueError(
-            "torchtitan 0.2.2 combines expert and tensor parallelism only with at least two ranks of FSDP or context "
-            "parallelism; raise parallelism.data_parallel_shard_degree"
-        )
-    if dims.ep > 1 and job.comm.mode == "fake_backend" and preflight.trains_here():
-        raise ValueError(
-            'comm.mode = "fake_backend" sends nothing: expert-parallel ranks would read sizes that none has written; '
-            f"run python -m titan_fp8moe.torchtitan.dry_run CONFIG --world-size {dims.world_size} instead"
-        )
-    if dims.tp > 1 and preflight.compiles_model(job) and torch.__version__ >= "2.12":
-        raise ValueError(
-            f"tensor parallelism with compile fails in torchtitan 0.2.2 with PyTorch {torch.__version__}; set "
-            "compile.enable = false, or use PyTorch 2.11"
-        )
+def check_parallelism(dims: ParallelDims) -> None:
+    """Warns about degrees that torchtitan 0.2.2 gets wrong."""
     if dims.dp_replicate > 1 and dims.dp_shard * dims.cp == 1:
         logger.warning(
             f"torchtitan 0.2.2 divides gradients by parallelism.data_parallel_replicate_degree = {dims.dp_replicate} "
@@ -98,10 +70,5 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             f"{type(layer.experts).__name__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove the converter "
             "that changed it"
         )
-    if type(layer.reorderer) is not TokenReorderer:
-        raise ValueError(
-            f"fp8_flow_moe sorts routed pairs itself, but {name} has a {type(layer.reorderer).__name__}, which it "
-            "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
-        )
     num_experts, dim, hidden_dim = down_projection(layer.experts).shape
-    preflight.check_layer(name, num_experts, dim, hidden_dim, layer.router.top_k, config, layout)
+    preflight.check_layer(name, num_experts, dim, hidden_dim, config, layout)

@@ -24,7 +24,7 @@ from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from titan_fp8moe import patches
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
-from titan_fp8moe.trainer.compat import put_fully_shard, remove_fsdp_hooks
+from titan_fp8moe.trainer.compat import remove_fsdp_hooks
 
 _CHECKED_ON = "torchtitan 0.2.2"
 # Over which meshes a style spreads experts, and each expert.
@@ -87,12 +87,8 @@ def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwar
 
 
 def install() -> None:
-    """Changes torchtitan's styles, and gives it this ``fully_shard``.
-
-    Raises:
-        RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
-    """
-    put_fully_shard(llama4_parallelize, fully_shard, _CHECKED_ON)
+    """Changes torchtitan's styles, and gives it this ``fully_shard``."""
+    patches.put(llama4_parallelize, "fully_shard", fully_shard, checked_on=_CHECKED_ON)
     for style in _MESHES:
         patches.wrap(style, "_apply", functools.partial(_without_hooks, style), checked_on=_CHECKED_ON)
     patches.wrap(expert_parallel.ReordererSequenceParallel, "_apply", _recording_mesh, checked_on=_CHECKED_ON)

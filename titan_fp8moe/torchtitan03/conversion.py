@@ -118,11 +118,6 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     for place in layers.values():
         if isinstance(place.config, Fp8FlowClaim.Config):
             place.replace(place.config.restored(place.config))
-        if isinstance(place.config, modules.Fp8FlowMoE.Config):
-            raise ValueError(
-                "fp8_flow_moe: another trainer has converted this config; give each trainer a config of its own, such "
-                "as a copy.deepcopy made before"
-            )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     dims = ParallelDims.from_config(job.parallelism, world_size)
     plan = make_plan(
@@ -164,7 +159,6 @@ def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dic
     layout = job_checks.expert_layout(job, dims)
     way = auto_dispatch.prepare(settings, layout, job_checks.why_all_to_all(job))
     job_checks.check_job(job, settings)
-    preflight.warn_about_settings(settings, layout.fsdp_shards)
     preflight.check_dispatch(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
@@ -230,10 +224,6 @@ def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
         return
     job_checks.check_policy(job.activation_checkpoint)
     if type(job.metrics) not in (MetricsProcessor.Config, Fp8FlowMetrics.Config):
-        logger.warning(
-            f"FP8-Flow-MoE: the NaN watch and statistics are off: {type(job.metrics).__qualname__} is not "
-            "torchtitan's MetricsProcessor.Config"
-        )
         return
     routed = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
     joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.fp8_shared}

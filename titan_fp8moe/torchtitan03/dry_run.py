@@ -76,8 +76,6 @@ def _build(config: Any, rank: int, world_size: int) -> Built:
     config, dims = trainer.config, trainer.parallel_dims
     spec, kinds = config.model_spec, (Fp8FlowMoE.Config, Fp8FlowFeedForward.Config, Fp8FlowLinear03.Config)
     fp8 = sum(isinstance(found, kinds) for _, found, *_ in spec.model.traverse(Module.Config, recurse=True))
-    if not fp8 and not hasattr(config, "fp8_flow_moe"):
-        raise ValueError("nothing is in FP8; add --override.imports titan_fp8moe.torchtitan03.fp8_flow_moe")
     model = f"{spec.name} {spec.flavor}, {fp8} parts in FP8"
     return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 

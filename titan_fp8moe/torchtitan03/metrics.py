@@ -13,7 +13,6 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import uncompiled
 from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 from titan_fp8moe.trainer.plan import natural, plain_name
@@ -61,16 +60,6 @@ class Fp8FlowMetrics(MetricsProcessor):
         names = sorted(self.config.watched, key=natural)
         flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
         here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
-        # A layer whose class is another's may still call routed experts in FP8, or compute something else.
-        layers = {name: modules[name] for name in self.config.routed if name in modules}
-        replaced = {name: module for name, module in layers.items() if not isinstance(module, Fp8FlowMoE)}
-        replaced |= {name: module for name, module in here.items() if not hasattr(type(module), "nan_flags")}
-        if replaced:
-            name, module = next(iter(replaced.items()))
-            raise ValueError(
-                f"{type(module).__qualname__} has replaced {name} after fp8_flow_moe had converted the model; "
-                "apply that override before"
-            )
         return NanWatch(names, here, utils.device_type, logger)
 
     def _after_step(self) -> None:

@@ -22,7 +22,7 @@ from torchtitan.protocols.module import Module
 from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts, has_memory_budget
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
-from titan_fp8moe.trainer.compat import leave_fsdp, put_fully_shard
+from titan_fp8moe.trainer.compat import leave_fsdp
 from titan_fp8moe.trainer.experts import Placement
 
 
@@ -54,12 +54,8 @@ def _is_outside(module: nn.Module) -> bool:
 
 def install() -> None:
     """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen and the results of this package's ops, and
-    compiles blocks with an all-to-all up to it.
-
-    Raises:
-        RuntimeError: torchtitan calls another ``fully_shard`` than PyTorch's. Nothing is changed then.
-    """
-    put_fully_shard(fsdp, fully_shard, "torchtitan 0.3.0")
+    compiles blocks with an all-to-all up to it."""
+    patches.put(fsdp, "fully_shard", fully_shard, checked_on="torchtitan 0.3.0")
     patches.wrap(Module, "_spmd_distribute_state", _keeping_frozen, checked_on="torchtitan 0.3.0")
     patches.wrap(SelectiveAC, "get_save_ops", _with_ours, checked_on="torchtitan 0.3.0")
     patches.wrap(nn.Module, "compile", _up_to_the_experts, checked_on="torch 2.14.1")

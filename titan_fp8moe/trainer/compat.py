@@ -7,12 +7,10 @@ RuntimeError when it is installed, and changes nothing. Installed again it does 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe import dispatch, patches
@@ -179,59 +177,24 @@ def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
             m._compiled_call_impl = call
 
 
-def put_fully_shard(module: ModuleType, replacement: Callable[..., Any], checked_on: str) -> None:
-    """Gives one of torchtitan's modules another ``fully_shard``.
-
-    Raises:
-        RuntimeError: it calls another one than PyTorch's. Nothing is changed then.
-    """
-    if module.fully_shard not in (fully_shard, replacement):  # by another name, or another package's
-        raise RuntimeError(
-            f"{module.__name__}.fully_shard is not PyTorch's, so FSDP cannot be told of FP8 experts; install "
-            f"{checked_on}"
-        )
-    patches.put(module, "fully_shard", replacement, checked_on=checked_on)
-
-
 def remove_fsdp_hooks(module: nn.Module) -> None:
-    """Ends FSDP's work around the calls of a module none of whose parameters it manages.
-
-    Raises:
-        RuntimeError: FSDP manages parameters of the module, or a private interface is gone.
-    """
-    state = _fsdp_state(module)
-    handles: list[Any] = [getattr(state, name, None) for name in _HOOK_HANDLES]
-    if None in handles or state._fsdp_param_group is not None:
-        raise _other_fsdp("2.11")
-    for handle in handles:
-        handle.remove()
+    """Ends FSDP's work around the calls of a module none of whose parameters it manages."""
+    for name in _HOOK_HANDLES:
+        getattr(cast(Any, module)._get_fsdp_state(), name).remove()
 
 
 def leave_fsdp(module: nn.Module, params: list[nn.Parameter]) -> None:
     """Ends FSDP's work on some sharded parameters of ``module``, right after ``fully_shard``. They stay DTensors.
 
     Raises:
-        RuntimeError: FSDP does not manage all of them, or a private interface is gone.
+        RuntimeError: FSDP does not manage all of them.
     """
-    groups: list[Any] = getattr(_fsdp_state(module), _GROUPS, [])
+    groups: list[Any] = getattr(cast(Any, module)._get_fsdp_state(), _GROUPS)
     leaving, left = {id(param) for param in params}, 0
     for group in groups:
         stay = [p for p in group.fsdp_params if id(p.sharded_param) not in leaving]
         left += len(group.fsdp_params) - len(stay)
         group.fsdp_params = stay
     if left != len(leaving):
-        raise _other_fsdp("2.14")
+        raise RuntimeError(f"FSDP of PyTorch {torch.__version__} manages other parameters than 2.14's and 2.15's")
     groups[:] = [group for group in groups if group.fsdp_params]
-
-
-def _fsdp_state(module: nn.Module) -> Any:
-    """None for a module that FSDP does not manage."""
-    get_state: Any = getattr(module, "_get_fsdp_state", lambda: None)
-    return get_state()
-
-
-def _other_fsdp(first: str) -> RuntimeError:
-    return RuntimeError(
-        f"PyTorch {torch.__version__} has other hooks and parameters in FSDP's state than titan_fp8moe.trainer.compat "
-        f"knows; install PyTorch {first} to 2.15"
-    )

@@ -84,7 +84,9 @@ def from_command_line(
             if not 0 <= args.rank < world_size:
                 raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
             return build(config, args.rank, world_size)
-    except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+    except KeyError as error:  # a name that torchtitan does not know, such as a converter's
+        sys.exit(f"error: KeyError: {error}")
+    except (AssertionError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

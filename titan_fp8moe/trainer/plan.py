@@ -89,10 +89,8 @@ def announce(plan: list[Part], config: Fp8FlowMoEConfig, logger: logging.Logger,
     Raises:
         ValueError, RuntimeError: of :func:`titan_fp8moe.trainer.preflight.check_hardware`.
     """
-    some = any(part.reason is None for part in plan)
-    backend = preflight.check_hardware() if some else "nothing to convert"
-    if config.statistics_every and not some:
-        logger.warning("fp8_flow_moe.statistics_every has no effect: filter_fqns leaves nothing to count")
+    converts = any(part.reason is None for part in plan)
+    backend = preflight.check_hardware() if converts else "nothing to convert"
     for line in _describe(plan, "; ".join((backend, *filter(None, ways), config.describe()))):
         logger.info(line)
 

@@ -4,7 +4,6 @@ Each raises ValueError with the setting to change. Nearly all settings have the 
 adapters' ``job_checks`` have the others, and limits of one release.
 """
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.ops.backend import emulating, pass_gate
 from titan_fp8moe.recipe import STEP, TILE
-
-logger = logging.getLogger(__name__)
 
 # Other schedules compute input and weight gradients at different times; a converted layer computes both at once.
 _WHOLE_BACKWARD = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS")
@@ -80,7 +76,7 @@ def matching(names: Sequence[str], parts: Sequence[str], *, setting: str) -> lis
 
 
 def check_layer(
-    name: str, num_experts: int, dim: int, hidden_dim: int, top_k: int, config: Fp8FlowMoEConfig, layout: ExpertLayout
+    name: str, num_experts: int, dim: int, hidden_dim: int, config: Fp8FlowMoEConfig, layout: ExpertLayout
 ) -> None:
     """The sizes of one MoE layer, those of all ranks, on ranks of this layout."""
     _check_dims(name, dim, hidden_dim, layout)
@@ -95,12 +91,6 @@ def check_layer(
             f"{name}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {num_experts} experts "
             f"do not divide over {layout.expert_shards} expert-parallel x {layout.fsdp_shards} FSDP ranks; set it to "
             "false, or raise parallelism.data_parallel_replicate_degree until they do"
-        )
-    if layout.tokens * top_k > MAX_ROWS:
-        raise ValueError(
-            f"{name}: {layout.tokens} tokens of a microbatch have {layout.tokens * top_k} rows for their "
-            f"top-{top_k} experts, but a rank can have {MAX_ROWS}; lower training.local_batch_size or "
-            "training.seq_len"
         )
 
 
@@ -150,25 +140,11 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
     """The settings that both releases have, without the parallel degrees and the model. ``validation`` is the name of
     the table that turns validation on."""
     training, parallelism = job.training, job.parallelism
-    # With these torchtitan fails late, or trains nothing.
-    for setting in ("seq_len", "local_batch_size", "steps"):
-        if (value := getattr(training, setting)) < 1:
-            raise ValueError(f"training.{setting} = {value}; set it to 1 or more")
-    if config.statistics_every and not (job.metrics.enable_tensorboard or job.metrics.enable_wandb):
-        raise ValueError(
-            f"fp8_flow_moe.statistics_every = {config.statistics_every}, but nothing logs the statistics; set "
-            "metrics.enable_tensorboard or metrics.enable_wandb, or set it to 0"
-        )
     if config.fp8_all_gather and training.enable_cpu_offload:
         raise ValueError(
             "fp8_flow_moe.fp8_all_gather quantizes shards where they are stored, but training.enable_cpu_offload "
             "stores them on the CPU; set one of the two to false"
         )
-    for setting in ("dtype", "mixed_precision_param"):
-        if (dtype := getattr(training, setting)) not in ("bfloat16", "float32"):
-            raise ValueError(
-                f"fp8_flow_moe quantizes bf16 or fp32, but training.{setting} = {dtype!r}; set it to one of them"
-            )
     if parallelism.pipeline_parallel_degree > 1:
         _check_pipeline_schedule(parallelism)
     if getattr(job, validation).enable and parallelism.context_parallel_degree > 1:
@@ -197,10 +173,6 @@ def _check_pipeline_schedule(parallelism: Any) -> None:
             f"{splits} and overlap it with a forward, in hooks that converted layers do not call; set "
             f"parallelism.pipeline_parallel_expert_parallel_overlap = false, or use one of {others}"
         )
-    exchange = " and exchanges tokens" if parallelism.expert_parallel_degree > 1 else ""
-    logger.warning(
-        f"{splits}: then an FP8 layer runs its whole backward{exchange} in both halves; {others} run it once"
-    )
 
 
 _elsewhere = False
@@ -232,8 +204,6 @@ def check_hardware() -> str:
     if _elsewhere:
         return "dry run"
     if not torch.cuda.is_available():
-        if torch.version.cuda:
-            logger.warning("PyTorch is built for CUDA but finds no GPU: this process trains on the CPU")
         return "plain PyTorch reference on the CPU"
     name = torch.cuda.get_device_name()
     if emulating():
@@ -248,43 +218,13 @@ def ranks_of_a_node() -> int | None:
 
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """A backend may need all ranks of a group on one node; and it needs such a group."""
+    """A backend may need all ranks of a group on one node."""
     if config.dispatch == "auto" or config.dispatch != "symmetric":  # auto may be on symmetric memory, of another job
         return
     local_ranks, ranks = ranks_of_a_node(), layout.expert_shards * layout.hidden_dim_shards
-    if layout.expert_shards == 1:
-        raise ValueError(
-            f'fp8_flow_moe.dispatch = "{config.dispatch}" sends tokens to other expert-parallel ranks, but there are '
-            'none; raise parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "auto"'
-        )
     if local_ranks is not None and ranks > local_ranks:
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
             f"ranks share the experts and a node has {local_ranks}; lower "
             'parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "all_to_all"'
-        )
-
-
-def warn_about_settings(config: Fp8FlowMoEConfig, fsdp_shards: int) -> None:
-    """Logs warnings about settings that have no effect, or cost more than they seem to."""
-    both = config.cache_layouts == "both"
-    if not both and not config.cache_weights:
-        logger.warning("fp8_flow_moe.cache_layouts has no effect without fp8_flow_moe.cache_weights; set that to true")
-    if config.cache_weights and fsdp_shards > 1:
-        size, less = ("2 bytes", 'fp8_flow_moe.cache_layouts = "forward" or ') if both else ("1 byte", "")
-        logger.warning(
-            f"fp8_flow_moe.cache_weights keeps quantized weights unsharded, {size} per parameter, although FSDP shards "
-            f"the experts over {fsdp_shards} ranks; set {less}it to false if memory runs out"
-        )
-    if config.dispatch != "symmetric" and config.dispatch_capacity != Fp8FlowMoEConfig.dispatch_capacity:
-        logger.warning(
-            'fp8_flow_moe.dispatch_capacity has no effect without fp8_flow_moe.dispatch = "symmetric"; set that, or '
-            'leave it out: "auto" sizes its buffers itself'
-        )
-    if config.recompute == "experts" and config.save_h == "fp8":
-        logger.warning('fp8_flow_moe.save_h has no effect with fp8_flow_moe.recompute = "experts", which keeps no h')
-    if config.fp8_all_gather and fsdp_shards == 1:
-        logger.warning(
-            "fp8_flow_moe.fp8_all_gather has no effect: FSDP shards the experts over one rank and gathers nothing; set "
-            "it to false"
         )
