@@ -11,7 +11,8 @@ allocates them on a stream of its own, and the allocator does not give one strea
 from the start.
 
 Estimates for 16B and Qwen3-30B-A3B are from 7% below to 1% above the peaks measured with torchtitan 0.2.2: 4 to 27
-layers on 1 to 4 GPUs, bf16 and FP8, per-op checkpointing and none. FFNs, routed experts, and weights under autocast and
+layers on 1 to 4 GPUs, bf16 and FP8, per-op checkpointing and none. With 0.3.0 and per-op checkpointing they are from
+5% below to 5% above. FFNs, routed experts, and weights under autocast and
 FSDP agree with counted allocations (tests/test_memory.py). The limits:
 
 * Routing is balanced. The CUDA context and NCCL's buffers, which PyTorch does not count, come on top.
