@@ -6,9 +6,6 @@ DTensors or plain tensors, but not both at once. torch refuses other uses of tho
 remedies, and a whole training loop.
 """
 
-import atexit
-import functools
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -135,7 +132,6 @@ def _count_ranks(ddp: DistributedDataParallel, ranks: int) -> None:
 def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> DeviceMesh:
     """The mesh over which a module's experts are spread. Meshes of one group are equal, and none equals a caller's
     ``mesh["ep"]``. FSDP needs the one that is part of a larger mesh, and torch takes equal meshes for one."""
-    outlive_gloo()
     if isinstance(ep_group, DeviceMesh):
         return ep_group
     # For the meta device a guess, which follow_device corrects.
@@ -206,14 +202,3 @@ def group_of(weight: DTensor) -> dist.ProcessGroup:
         f"the experts were pickled by rank {mesh.get_coordinate()} of {mesh}, and {found}; create the same groups "
         "before you load the module, or save state dicts with torch.distributed.checkpoint"
     )
-
-
-@functools.cache
-def outlive_gloo() -> None:
-    """Lets gloo's threads drop the tensors of the last collectives before the interpreter ends.
-
-    Such a thread needs the GIL to free a tensor, and before Python 3.14 to ask for it any later aborts the process:
-    "terminate called without an active exception", pytorch/pytorch#190489. ``destroy_process_group`` does not wait for
-    the threads while PyTorch's caches of DTensors hold the group.
-    """
-    atexit.register(time.sleep, 0.2)
