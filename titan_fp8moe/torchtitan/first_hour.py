@@ -7,7 +7,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.tools.logging import logger
 
 _RESUMED = "optimizer", "lr_scheduler", "train_state"  # besides the model, and data that TorchFT has elsewhere
 
@@ -32,10 +31,6 @@ def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
             f"{folder} has {', '.join(f'step-{n}' for n in sorted(found))}, but no .metadata in any: the saves did not "
             "finish, and torchtitan would begin with step 1; move them away to do so, or set another job.dump_folder"
         )
-    if newer := sorted(n for n in found if n > step and n not in known):
-        logger.warning(
-            f"{folder}: step-{newer[-1]} has no .metadata, its save did not finish; resuming from step-{step}"
-        )
     if step in known:
         _check_checkpoint(found[step], job, dims, before=max((n for n in known if n < step), default=None))
 
@@ -49,7 +44,7 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims, before: in
     """``before``: the step of the checkpoint before it, if there is one."""
     remedy = f"remove {path} to resume from the one before, or set checkpoint.load_step"
     in_hf = not (path / ".metadata").is_file()
-    keys = [] if in_hf else [*read_whole(path, remedy)[0].state_dict_metadata]
+    keys = [] if in_hf else [*_read_whole(path, remedy).state_dict_metadata]
     if path.name == "step-0":  # a seed checkpoint that one rank has made: torchtitan loads the model only
         return
     excluded = job.checkpoint.exclude_from_loading
@@ -70,8 +65,8 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims, before: in
         )
 
 
-def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
-    """The metadata of a checkpoint and its files, each as long as the metadata say.
+def _read_whole(folder: Path, remedy: str) -> Metadata:
+    """The metadata of a checkpoint whose files are as long as these say.
 
     Raises:
         ValueError: the checkpoint is damaged. The message ends with ``remedy``.
@@ -88,4 +83,4 @@ def read_whole(folder: Path, remedy: str) -> tuple[Metadata, list[Path]]:
     for path, end in ends.items():
         if (size := path.stat().st_size if path.is_file() else 0) < end:
             raise ValueError(f"{path} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
-    return metadata, sorted(ends)
+    return metadata
