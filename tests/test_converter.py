@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.quantization import quantize_
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
-from torchtitan.protocols import model_converter, train_spec
+from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
@@ -436,26 +436,6 @@ def test_caches_are_cleared_by_any_container_of_optimizers():
     build_model_converters(make_config("--fp8_flow_moe.cache_weights"), make_dims()).post_optimizer_hook([])
     linear(x)
     assert generations(linear.cache) == [2]
-
-
-@pytest.mark.parametrize(
-    "overrides, warned",
-    [
-        (["--model.converters="], False),
-        (["--model.converters=", "--fp8_flow_moe.save_h=fp8", "--fp8_flow_moe.cache_weights"], True),
-        (["--model.converters=quantize.linear.float8", "--fp8_flow_moe.save_h=fp8"], True),
-        (["--fp8_flow_moe.save_h=fp8"], False),
-    ],
-)
-def test_settings_without_the_converter_are_warned_of(monkeypatch, caplog, overrides, warned):
-    """They would train in bf16 without a word."""
-    monkeypatch.setitem(model_converter._registry_model_converter_cls, "quantize.linear.float8", lambda *_: None)
-    config = make_config(*overrides)
-    config.model.converters = [name for name in config.model.converters if name]
-    with caplog.at_level(logging.WARNING):
-        build_model_converters(config, make_dims())
-    assert ("[fp8_flow_moe] sets save_h" in caplog.text) == warned
-    assert ("the experts train in bf16" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("filters, changes", [([], 1), (["--fp8_flow_moe.filter_fqns=layers"], 0)])

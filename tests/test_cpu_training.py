@@ -1,7 +1,6 @@
 """Training through torchtitan's own command line, on CPU processes: the loss falls in bf16 and in FP8."""
 
 import json
-import logging
 import os
 import re
 import resource
@@ -295,14 +294,6 @@ def test_the_tiny_flavor_is_a_small_deepseek_v3():
     assert sum(p.numel() for p in model.parameters()) == 5_798_016
     router = model.layers["1"].moe.router
     assert (router.score_func, router.route_norm, router.route_scale) == ("sigmoid", True, 2.5)
-
-
-def test_the_missing_grouped_gemm_is_no_news(caplog):
-    with caplog.at_level(logging.WARNING):
-        model = make_model(make_config())
-        logging.warning("other warnings")
-    assert not model.model_args.moe_args.use_grouped_mm
-    assert "grouped mm" not in caplog.text and "other warnings" in caplog.text
 
 
 def test_histc_takes_integers_too():

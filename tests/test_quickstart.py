@@ -197,6 +197,7 @@ def test_what_a_first_run_lacks_is_named_before_it_is_launched(tmp_path: Path, r
     done = run_tool("run_train.sh", *arguments, PATH=path, CONFIG_FILE=str(tmp_path / "job.toml"))
     if not said:
         assert (done.returncode, done.stdout) == (0, "launched\n"), done.stderr
+        assert ("note: model.converters has no fp8_flow_moe" in done.stderr) == ("--model.converters=" in arguments)
         return
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: {said.replace('CORPUS', str(tmp_path))}")

@@ -40,6 +40,8 @@ assets, data = (pathlib.Path(job.get(name) or "") for name in ("model.hf_assets_
 converters = job.get("model.converters", "")
 if "fp8_flow_moe" in converters and not job.get("job.custom_config_module"):
     sys.exit('error: fp8_flow_moe is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.torchtitan"')
+if "fp8_flow_moe" in tables and "fp8_flow_moe" not in converters:
+    print("note: model.converters has no fp8_flow_moe, so the table [fp8_flow_moe] has no effect", file=sys.stderr)
 if "fp8_flow_moe" in converters and "quantize.grouped_mm" in str(converters):
     sys.exit("error: model.converters has fp8_flow_moe and quantize.grouped_mm, which convert the same experts; keep one")
 if not any((assets / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):

@@ -1,7 +1,7 @@
 """torchtitan 0.2.2 adapter. Set ``job.custom_config_module = "titan_fp8moe.torchtitan"``; importing this module
 
 * adds the ``[fp8_flow_moe]`` table to torchtitan's configuration (:class:`JobConfig`),
-* registers the model converter ``fp8_flow_moe``, and lets the container of converters warn of unused settings,
+* registers the model converter ``fp8_flow_moe``,
 * adds the flavors of :mod:`~titan_fp8moe.torchtitan.flavors`, and a validator to ``deepseek_v3`` and ``llama4``,
 * and, on a machine without a GPU, lets torchtitan train on the CPU (:mod:`~titan_fp8moe.torchtitan.cpu`), because its
   trainer asks for the device before it converts.

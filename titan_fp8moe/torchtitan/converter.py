@@ -1,8 +1,6 @@
 """The model converter ``fp8_flow_moe``: checks that the job can work, then converts MoE layers, FFNs and linears."""
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,7 +13,7 @@ from torchtitan.models.llama3.infra import parallelize as llama3_parallelize
 from torchtitan.models.llama4.infra import parallelize as llama4_parallelize
 from torchtitan.models.moe.moe import MoE
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
-from torchtitan.protocols.model_converter import ModelConverter, ModelConvertersContainer
+from torchtitan.protocols.model_converter import ModelConverter
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe import SAVED_OPS, patches
@@ -140,25 +138,7 @@ def loaded_trainers() -> list[type]:
     return [module.Trainer for module in loaded if getattr(module.__spec__, "name", "") == _TRAIN]
 
 
-def _warning_of_unused_settings(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def wrapper(self: ModelConvertersContainer, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
-        init(self, job_config, parallel_dims)
-        table = getattr(job_config, NAME, None)
-        if table is None or NAME in job_config.model.converters:
-            return
-        default = type(table)()
-        if changed := [name for name, value in vars(table).items() if value != getattr(default, name)]:
-            logger.warning(
-                f"[{NAME}] sets {', '.join(changed)}, but model.converters = {job_config.model.converters} does not "
-                f'have "{NAME}": the experts train in bf16. Add it, or remove the settings'
-            )
-
-    return wrapper
-
-
 def register() -> None:
-    """Adds the converter to torchtitan, and a look at the settings to the container that its trainer always makes."""
+    """Adds the converter to torchtitan."""
     registry = "torchtitan.protocols.model_converter:_registry_model_converter_cls"
     patches.put(registry, NAME, Fp8FlowMoEConverter, checked_on=_CHECKED_ON)
-    patches.wrap(ModelConvertersContainer, "__init__", _warning_of_unused_settings, checked_on=_CHECKED_ON)

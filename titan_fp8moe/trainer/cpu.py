@@ -31,8 +31,7 @@ create_block_mask_on_cpu = functools.partial(create_block_mask, device="cpu")
 
 
 def use_cpu() -> None:
-    """Make torchtitan use the CPU and gloo in this process. The filter of the log stays where
-    :func:`titan_fp8moe.patches.undo_all` undoes the rest.
+    """Make torchtitan use the CPU and gloo in this process.
 
     Raises:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
@@ -44,7 +43,6 @@ def use_cpu() -> None:
             f"CUDA {torch.version.cuda}; set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     logger.warning("FP8-Flow-MoE: PyTorch finds no GPU, so torchtitan uses the CPU and gloo in this process")
-    logging.getLogger().addFilter(_is_news)
     # Modules import these names from torchtitan.tools.utils; without an accelerator they stand for CUDA.
     device_module = _cpu_device_module()
     rebind("device_type", lambda _: "cpu")
@@ -53,11 +51,6 @@ def use_cpu() -> None:
     # torchtitan would compute MFU against an A100; infinite peak FLOPS make it 0.
     rebind("get_peak_flops", lambda _: lambda device_name: float("inf"))
     rebind("disable_fsdp_gradient_division", lambda original: functools.partial(disable_gradient_division, original))
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """torchtitan warns in every job on a CPU that it has no grouped GEMM, in words of an error."""
-    return "Failed to use grouped mm" not in str(record.msg)
 
 
 def dense_attention(
