@@ -1,6 +1,7 @@
 """The dry run of torchtitan 0.3 jobs: what a rank holds, and mistakes that it finds."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -30,9 +31,26 @@ def test_a_rank_of_many(tmp_path):
     assert lines[1] == "layout    256 ranks = pp 4 x dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"
     assert lines[2] == "          experts: ep 64 x etp 1 x fsdp 1"
     assert lines[4].startswith("rank 100  2,") and lines[4].endswith("GiB with gradients and Adam states")
-    assert lines[5] == "          layers 7, 8, 9, 10, 11, 12, 13, 14"
-    assert lines[8] == "          w1_EFD (256, 2048, 7168), on this rank (4, 2048, 7168)"
+    assert lines[6] == "          layers 7, 8, 9, 10, 11, 12, 13, 14"
+    assert lines[9] == "          w1_EFD (256, 2048, 7168), on this rank (4, 2048, 7168)"
     assert not any(tmp_path.iterdir())
+
+
+MEASURED = [  # of experiments/throughput/results.json: config, expert-parallel ranks, arguments, GiB
+    ("16b:6:selective:fp8_flow", 1, (), 56.95),
+    ("16b:6:selective:bf16", 1, (), 61.0),
+    ("16b:6:selective:fp8_flow", 1, ("--training.local_batch_size=1", "--training.no_disable_cuda_graphs"), 57.67),
+    ("16b:27:selective:fp8_flow", 4, ("--fp8_flow_moe.dispatch=symmetric",), 89.26),
+    ("qwen3_30b:5:selective:fp8_flow", 1, (), 61.14),
+]
+
+
+@pytest.mark.parametrize(("config", "ranks", "arguments", "gib"), MEASURED)
+def test_peaks_are_those_measured(config: str, ranks: int, arguments: tuple[str, ...], gib: float):
+    job = f"--config={config}", f"--world-size={ranks}", f"--parallelism.expert_parallel_degree={ranks}"
+    done = run("--module=experiments.throughput.setting03", *job, "--training.local_batch_size=4", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert float(re.search(r"peak about ([\d.]+) GiB", done.stdout)[1]) == pytest.approx(gib, rel=0.06)
 
 
 def test_the_quickstarts_model_on_a_gpu():

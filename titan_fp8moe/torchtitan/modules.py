@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, ScaleBiasForward
+from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts
 from torchtitan.models.llama3.model.model import FeedForward as Llama3FeedForward
 from torchtitan.models.llama4.model.model import FeedForward as Llama4FeedForward
 from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
@@ -23,7 +23,7 @@ from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
+from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert, part_of_bias
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
 _WITHOUT_FSDP = Placement(in_fsdp=False)
@@ -92,7 +92,7 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):  # pyrefly: ig
     def biases(self) -> Biases[Tensor]:
         b1, b2 = local_of(self.mlp1_bias), local_of(self.mlp2_bias)
         if self.tp_mesh is not None:
-            b2 = ScaleBiasForward.apply(b2, self.tp_mesh.size())  # ranks add up their outputs
+            b2 = part_of_bias(b2, self.tp_mesh.size())
         return Biases(b1, b2)
 
 

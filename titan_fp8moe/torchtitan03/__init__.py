@@ -7,7 +7,6 @@ claim MoE layers, and :mod:`~titan_fp8moe.torchtitan03.conversion` converts what
 changes torchtitan on machines without a GPU only, where it trains on the CPU.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,23 +19,9 @@ if not (RELEASE := installed("torchtitan") or "none").startswith("0.3."):
         "use titan_fp8moe.torchtitan with 0.2.2"
     )
 
-from torchtitan.config.override import override
-from torchtitan.models.common.moe import MoE, RoutedExperts
-
-# torchtitan's main has other layers.
-if (parts := {field.name for field in fields(RoutedExperts.Config)}) != {
-    "inner_experts",
-    "token_dispatcher",
-    "param_init",
-    "sharding_config",
-}:
-    raise ImportError(
-        f"titan_fp8moe.torchtitan03 is for MoE layers of torchtitan 0.3.0, but the installed {RELEASE}'s RoutedExperts "
-        f"have {', '.join(sorted(parts))}; install torchtitan 0.3.0, or use titan_fp8moe.torchtitan with 0.2.2"
-    )
-
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import conversion
+from titan_fp8moe.torchtitan03.names import MoE, override
 
 if not torch.cuda.is_available():
     from titan_fp8moe.torchtitan03.cpu import enable_cpu_training

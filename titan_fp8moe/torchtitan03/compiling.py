@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torchtitan.tools.logging import logger
 
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.torchtitan03.names import logger
 from titan_fp8moe.trainer import compat
 
 

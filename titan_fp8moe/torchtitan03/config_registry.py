@@ -1,32 +1,24 @@
 """torchtitan's config functions for models with MoE layers, with the section ``fp8_flow_moe``.
 
-``--config`` names one of them. Functions of Kimi-K2.7 and Qwen3.5 import torchtitan's models when they are called,
-since those need torchvision, and Qwen3.5 ``fla`` too. A config function of your own returns ``with_fp8_flow(config)``.
+``--config`` names one of them. They import torchtitan's models when they are called, since Kimi-K2.7 and Qwen3.5 need
+torchvision, and Qwen3.5 ``fla`` too. A config function of your own returns ``with_fp8_flow(config)``.
 Checkpointing is chosen last on the command line: ``... activation-checkpoint:none``. In these configs, unlike in your
 own, ranks on a CPU that is slow in bf16 compute in float32.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import replace as _replace
 from typing import Any
 
-from torchtitan.components import optimizer
-from torchtitan.config import CompileConfig
-from torchtitan.config.override import derive as _derive
-from torchtitan.models.deepseek_v3 import config_registry as _deepseek_v3
-from torchtitan.models.gpt_oss import config_registry as _gpt_oss
-from torchtitan.models.qwen3 import config_registry as _qwen3
-from torchtitan.trainer import Trainer
-
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
 from titan_fp8moe.trainer import cpu
 
 
-def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> Trainer.Config:
+def with_fp8_flow(config: tt.Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None = None) -> tt.Trainer.Config:
     """A training config whose model trains in FP8, with all other settings of ``config``.
 
     torchtitan's own ``Trainer.Config`` gets the section ``fp8_flow_moe``, whose settings are options of the command
@@ -35,14 +27,14 @@ def with_fp8_flow(config: Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | None 
     if isinstance(config, Fp8FlowTrainer.Config):
         return _replace(config, fp8_flow_moe=fp8_flow_moe or config.fp8_flow_moe)
     settings = fp8_flow_moe or Fp8FlowMoEConfig()
-    if type(config) is Trainer.Config:
-        return _derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
+    if type(config) is tt.Trainer.Config:
+        return tt.derive(config, Fp8FlowTrainer.Config, fp8_flow_moe=settings)
     converter = Fp8FlowConverter.Config(**vars(settings)).build()
     config.model_spec = _replace(config.model_spec, model=converter.convert(config.model_spec.model))
     return config
 
 
-def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTrainer.Config]:
+def _extended(function: Callable[[], tt.Trainer.Config]) -> Callable[[], Fp8FlowTrainer.Config]:
     @functools.wraps(function)
     def config() -> Any:
         config = with_fp8_flow(function())
@@ -55,35 +47,30 @@ def _extended(function: Callable[[], Trainer.Config]) -> Callable[[], Fp8FlowTra
 @_extended
 def deepseek_v3_16b_short() -> Any:
     """Four of the 16B model's layers and a vocabulary of 8,192, which fit one GPU. The quickstart trains it."""
-    config: Any = _deepseek_v3.deepseek_v3_16b()
+    config: Any = tt.config_registry("deepseek_v3").deepseek_v3_16b()
     model = config.model_spec.model
     del model.layers[4:]
     model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = 8192
     config.loss.loss_fn.global_vocab_size = 8192
-    config.optimizer = optimizer.default_adamw(lr=3e-4)
-    config.lr_scheduler = optimizer.LRSchedulersContainer.Config(
+    config.optimizer = tt.optimizer.default_adamw(lr=3e-4)
+    config.lr_scheduler = tt.optimizer.LRSchedulersContainer.Config(
         warmup_steps=20, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
     )
     config.parallelism.expert_parallel_degree = 1
     config.activation_checkpoint = None
-    config.compile = CompileConfig(enable=True, components=["model", "loss"])
+    config.compile = tt.CompileConfig(enable=True, components=["model", "loss"])
     return config
 
 
-for _module, _prefix in ((_deepseek_v3, "deepseek_v3"), (_gpt_oss, "gpt_oss")):
-    _functions = [(name, function) for name, function in vars(_module).items() if name.startswith(_prefix)]
-    globals().update({name: _extended(function) for name, function in _functions})
-# Its other models have no MoE layers.
-globals().update({name: _extended(getattr(_qwen3, name)) for name in ("qwen3_moe_debug", "qwen3_30b_a3b")})
+def _of_torchtitan(model: str, name: str) -> Fp8FlowTrainer.Config:
+    return _extended(getattr(tt.config_registry(model), name))()
 
 
-def _imported(package: str, name: str) -> Fp8FlowTrainer.Config:
-    module = importlib.import_module(f"torchtitan.models.{package}.config_registry")
-    return _extended(getattr(module, name))()
-
-
-for _package, _names in {
+for _model, _names in {
+    "deepseek_v3": ("deepseek_v3_debugmodel", "deepseek_v3_debugmodel_mtp", "deepseek_v3_16b", "deepseek_v3_671b"),
+    "gpt_oss": ("gpt_oss_debugmodel", "gpt_oss_debugmodel_flex", "gpt_oss_20b", "gpt_oss_120b"),
     "kimi_k2_7": ("kimi_k2_5_debugmodel", "moonlight_16b_a3b", "kimi_vl_a3b", "kimi_k2_5"),
+    "qwen3": ("qwen3_moe_debug", "qwen3_30b_a3b"),
     "qwen3_5": ("qwen35_debugmodel_moe", "qwen35_35b_a3b", "qwen35_122b_a10b", "qwen35_397b_a17b"),
 }.items():
-    globals().update({name: functools.partial(_imported, _package, name) for name in _names})
+    globals().update({name: functools.partial(_of_torchtitan, _model, name) for name in _names})

@@ -17,19 +17,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.config.override import derive
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import MoE
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
-from torchtitan.tools.logging import logger
-from torchtitan.trainer import Trainer
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import job_checks, modules, parallel
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import derive_adapted, owner_of
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
@@ -38,18 +30,18 @@ from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Part, announce, make_plan
 
 _FFNS = {
-    FeedForward: modules.Fp8FlowFeedForward.Config,
-    SigmoidGatedFeedForward: modules.Fp8FlowGatedFeedForward.Config,
+    tt.FeedForward: modules.Fp8FlowFeedForward.Config,
+    tt.SigmoidGatedFeedForward: modules.Fp8FlowGatedFeedForward.Config,
 }
 
 
-class Fp8FlowClaim(MoE):
+class Fp8FlowClaim(tt.MoE):
     """A MoE layer that :func:`convert` is going to replace. It cannot be built."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MoE.Config):
+    class Config(tt.MoE.Config):
         settings: Fp8FlowMoEConfig
-        restored: Callable[[Any], MoE.Config]  # from this config the layer's own, with what has changed since
+        restored: Callable[[Any], tt.MoE.Config]  # from this config the layer's own, with what has changed since
 
     def __init__(self, config: Config) -> NoReturn:
         raise RuntimeError(
@@ -59,15 +51,17 @@ class Fp8FlowClaim(MoE):
         )
 
 
-def claim(layer: MoE.Config, settings: Fp8FlowMoEConfig) -> MoE.Config:
+def claim(layer: tt.MoE.Config, settings: Fp8FlowMoEConfig) -> tt.MoE.Config:
     """A config that takes the place of ``layer`` until :func:`convert` runs.
 
     Raises:
         ValueError: it is claimed with other settings.
     """
     if not isinstance(layer, Fp8FlowClaim.Config):
-        patches.wrap(Trainer.Config, "_validate_cuda_graphs", _after_overrides, checked_on="torchtitan 0.3.0")
-        return derive(layer, Fp8FlowClaim.Config, settings=settings, restored=partial(derive, target_cls=type(layer)))
+        patches.wrap(tt.Trainer.Config, "_validate_cuda_graphs", _after_overrides, checked_on="torchtitan 0.3.0")
+        return tt.derive(
+            layer, Fp8FlowClaim.Config, settings=settings, restored=partial(tt.derive, target_cls=type(layer))
+        )
     if layer.settings != settings:
         raise ValueError(
             f"the model was converted with {layer.settings}, but fp8_flow_moe is {settings}; configure one of the two"
@@ -114,16 +108,16 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     Raises:
         ValueError: for a model, a job or hardware that cannot work. It names the setting and the remedy.
     """
-    layers = places(model, MoE.Config)
+    layers = places(model, tt.MoE.Config)
     for place in layers.values():
         if isinstance(place.config, Fp8FlowClaim.Config):
             place.replace(place.config.restored(place.config))
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    dims = ParallelDims.from_config(job.parallelism, world_size)
+    dims = tt.ParallelDims.from_config(job.parallelism, world_size)
     plan = make_plan(
         layers,
         _ffns(model, layers),
-        places(model, Linear.Config),
+        places(model, tt.Linear.Config),
         settings,
         check_layer=lambda name, place: job_checks.check_classes(name, place.config),
         why_not_ffn=lambda place: _why_not_fp8(place.config, dims.tp),
@@ -131,10 +125,10 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     )
     fp8, placement = {part.name: part for part in plan if part.reason is None}, Placement(in_fsdp=True)
     way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
-    if isinstance(job, Trainer.Config):
+    if isinstance(job, tt.Trainer.Config):
         layers_in_fp8 = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
         placement, way = _check(job, settings, dims, layers_in_fp8)
-    announce(plan, settings, logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
+    announce(plan, settings, tt.logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
     if not fp8:
         return
     for part in fp8.values():
@@ -147,13 +141,15 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
             part.module.replace(_layer_in_fp8(part.module.config, settings, placement, joins))
     compat.fix_shape_inference()
     parallel.install()
-    keep_host_ahead(Trainer)
-    auto_dispatch.run_steps_again(Trainer)
+    keep_host_ahead(tt.Trainer)
+    auto_dispatch.run_steps_again(tt.Trainer)
     patches.log()
     _attach(job, settings, fp8)
 
 
-def _check(job: Any, settings: Fp8FlowMoEConfig, dims: ParallelDims, layers: dict[str, Any]) -> tuple[Placement, str]:
+def _check(
+    job: Any, settings: Fp8FlowMoEConfig, dims: tt.ParallelDims, layers: dict[str, Any]
+) -> tuple[Placement, str]:
     """Checks the job; says how tokens travel. The experts leave FSDP where it would gather and reduce them over one
     rank, for nothing."""
     layout = job_checks.expert_layout(job, dims)
@@ -170,12 +166,12 @@ def _ffns(model: Any, layers: dict[str, Place]) -> dict[str, Place]:
     for name, place in layers.items():
         if place.config.shared_experts is not None:
             ffns[f"{name}.{SHARED}"] = Place(place.config.shared_experts, place.config, SHARED)
-    dense = places(model, FeedForward.Config)
+    dense = places(model, tt.FeedForward.Config)
     return ffns | {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
 
 
 def _check_linear(name: str, linear: Any, tp: int) -> None:
-    if owner_of(linear) is not Linear or linear.bias:
+    if owner_of(linear) is not tt.Linear or linear.bias:
         raise ValueError(
             f"fp8_flow_moe.linear_fqns: {name} is a {type(linear).__qualname__}, bias {linear.bias}, no plain Linear "
             "without a bias; remove it from the list"
@@ -186,9 +182,9 @@ def _check_linear(name: str, linear: Any, tp: int) -> None:
 def _why_not_fp8(ffn: Any, tp: int) -> str | None:
     linears = ffn.w1, ffn.w2, ffn.w3
     # Of a linear with adapters, whose owner is another, FP8 would see the base alone.
-    if ffn._owner not in _FFNS or any(w._owner is not Linear or w.bias for w in linears):
+    if ffn._owner not in _FFNS or any(w._owner is not tt.Linear or w.bias for w in linears):
         return f"{ffn._owner.__qualname__} of {', '.join(w._owner.__qualname__ for w in linears)}"
-    if tp > 1 and ffn._owner is SigmoidGatedFeedForward:
+    if tp > 1 and ffn._owner is tt.SigmoidGatedFeedForward:
         return "tensor parallelism places the gate of gated shared experts otherwise"
     return preflight.why_not_fp8_dims(ffn.w1.in_features, ffn.w1.out_features, tp)
 
@@ -201,9 +197,9 @@ def _in_fp8(part: Part, settings: Fp8FlowMoEConfig) -> Any:
 
 def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, fp8_shared: bool) -> Any:
     routed = layer.routed_experts
-    is_gpt_oss = routed.inner_experts._owner is GptOssGroupedExperts
+    is_gpt_oss = routed.inner_experts._owner is tt.GptOssGroupedExperts
     kind = modules.Fp8FlowGptOssExperts.Config if is_gpt_oss else modules.Fp8FlowGroupedExperts.Config
-    routed = derive(
+    routed = tt.derive(
         routed,
         modules.Fp8FlowRoutedExperts.Config,
         inner_experts=derive_adapted(routed.inner_experts, kind),
@@ -211,23 +207,23 @@ def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, 
         fp8_flow=settings,
         placement=placement,
     )
-    return derive(layer, modules.Fp8FlowMoE.Config, routed_experts=routed, fp8_shared=fp8_shared)
+    return tt.derive(layer, modules.Fp8FlowMoE.Config, routed_experts=routed, fp8_shared=fp8_shared)
 
 
 def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
     """Gives the job a metrics processor that knows this package, and checks that its checkpointing does."""
-    if not isinstance(job, Trainer.Config):
-        logger.warning(
+    if not isinstance(job, tt.Trainer.Config):
+        tt.logger.warning(
             f"FP8-Flow-MoE: {type(job).__qualname__} is not a Trainer.Config: off are the checks of the job, the NaN "
             "watch and statistics"
         )
         return
     job_checks.check_policy(job.activation_checkpoint)
-    if type(job.metrics) not in (MetricsProcessor.Config, Fp8FlowMetrics.Config):
+    if type(job.metrics) not in (tt.MetricsProcessor.Config, Fp8FlowMetrics.Config):
         return
     routed = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
     joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.fp8_shared}
-    job.metrics = derive(
+    job.metrics = tt.derive(
         job.metrics,
         Fp8FlowMetrics.Config,
         watched=[name for name in fp8 if name not in joined],

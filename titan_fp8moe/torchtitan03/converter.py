@@ -8,11 +8,9 @@ config that the converter returns knows the job.
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.models.common.moe import MoE
-
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import conversion
+from titan_fp8moe.torchtitan03.names import MoE, QuantizationConverter
 
 
 class Fp8FlowConverter(QuantizationConverter):

@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput
-from torchtitan.distributed import fsdp as _fsdp  # noqa: F401  use_cpu changes what is loaded
-from torchtitan.models.common import attention, moe, token_dispatcher
-from torchtitan.models.gpt_oss import moe as gpt_oss_moe
 
 from titan_fp8moe import patches
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.trainer.cpu import (
     create_block_mask_on_cpu,
     dense_attention,
@@ -29,17 +27,17 @@ def enable_cpu_training() -> None:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
     """
     use_cpu()
-    replace_flex_attention(attention.FlexAttention, _dense_attention)
+    replace_flex_attention(tt.attention.FlexAttention, _dense_attention)
     # Compiling it takes longer than training.
-    patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
+    patches.put(tt.attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
     if not has_fast_bf16():
-        patches.put(moe.GroupedExperts, "_grouped_mm", _grouped_mm, checked_on=_CHECKED_ON)
-    patches.wrap(gpt_oss_moe.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)
+        patches.put(tt.moe.GroupedExperts, "_grouped_mm", _grouped_mm, checked_on=_CHECKED_ON)
+    patches.wrap(tt.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)
     # The all-to-all of bf16 layers: spmd_types exchanges lists of tensors, which gloo wants all of one size.
-    patches.put(token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor", checked_on=_CHECKED_ON)
+    patches.put(tt.token_dispatcher, "get_spmd_backend", lambda: "partial_dtensor", checked_on=_CHECKED_ON)
 
 
-def _grouped_mm(self: moe.GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(self: tt.moe.GroupedExperts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     """Multiplies in fp32 the operands that torchtitan has rounded to bf16, whatever ``mixed_precision_param`` says."""
     return torch._grouped_mm(A.float(), B_t.float(), offs=offs).to(A.dtype)
 

@@ -1,8 +1,8 @@
 """Checks a job without its machines: ``python -m titan_fp8moe.torchtitan03.dry_run`` and the arguments of training.
 
 Runs the config's own trainer as one rank of a fake process group of the real size, up to where it would allocate the
-model. The degrees, dims and batch sizes of a job that passes fit together. It takes seconds and needs no GPU. It
-does not estimate what activations take.
+model. The degrees, dims and batch sizes of a job that passes fit together. It takes seconds and needs no GPU. The
+peak of memory that it prints is an estimate (:mod:`titan_fp8moe.trainer.memory`).
 
     python -m titan_fp8moe.torchtitan03.dry_run --rank 100 --module deepseek_v3 --config deepseek_v3_671b \\
         --override.imports titan_fp8moe.torchtitan03.fp8_flow_moe
@@ -19,14 +19,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.metrics import BaseLogger, MetricsProcessor
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.manager import ConfigManager
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC, SelectiveAC
-from torchtitan.protocols.module import Module
-from torchtitan.trainer import Trainer
 
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
 from titan_fp8moe.trainer import dry_run, memory
@@ -49,12 +43,12 @@ def _nothing_outside() -> Iterator[None]:
     """Neither memory of a model nor a logger, which would start a run of W&B."""
     with (
         patch.object(nn.Module, "to_empty", _to_empty),
-        patch.object(MetricsProcessor, "_build_metric_logger", lambda *_, **__: BaseLogger()),
+        patch.object(tt.MetricsProcessor, "_build_metric_logger", lambda *_, **__: tt.BaseLogger()),
     ):
         yield
 
 
-def build(config: Trainer.Config, rank: int, world_size: int) -> tuple[Trainer, list[nn.Module]]:
+def build(config: tt.Trainer.Config, rank: int, world_size: int) -> tuple[tt.Trainer, list[nn.Module]]:
     """One rank's trainer, as far as it gets without memory, and its model parts on the meta device.
 
     Initializes a fake default process group, so it can run once per process.
@@ -75,7 +69,7 @@ def _build(config: Any, rank: int, world_size: int) -> Built:
     trainer, parts = build(config, rank, world_size)
     config, dims = trainer.config, trainer.parallel_dims
     spec, kinds = config.model_spec, (Fp8FlowMoE.Config, Fp8FlowFeedForward.Config, Fp8FlowLinear03.Config)
-    fp8 = sum(isinstance(found, kinds) for _, found, *_ in spec.model.traverse(Module.Config, recurse=True))
+    fp8 = sum(isinstance(found, kinds) for _, found, *_ in spec.model.traverse(tt.Module.Config, recurse=True))
     model = f"{spec.name} {spec.flavor}, {fp8} parts in FP8"
     return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 
@@ -88,33 +82,33 @@ def report(built: Built) -> str:
     return dry_run.report(built, ends=ends, experts="moe.routed_experts.inner_experts", lines=lines)
 
 
-def memory_job(config: Any, dims: ParallelDims) -> memory.Job:
+def memory_job(config: Any, dims: tt.ParallelDims) -> memory.Job:
     """What :mod:`titan_fp8moe.trainer.memory` needs to know."""
     policy = config.activation_checkpoint
     return memory.Job(
         config,
         dims,
-        TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+        tt.TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         head="lm_head",
         moe_of=_moe,
         keeps=functools.partial(_keeps, policy),
-        recomputed=policy.force_recompute_mm_shapes_by_fqns if isinstance(policy, SelectiveAC.Config) else (),
+        recomputed=policy.force_recompute_mm_shapes_by_fqns if isinstance(policy, tt.SelectiveAC.Config) else (),
         loss_chunks=getattr(config.loss, "num_chunks", 1),
         keeps_gradients=not config.training.disable_cuda_graphs,
     )
 
 
 def _keeps(policy: Any, block: int, part: memory.Part) -> float:
-    if isinstance(policy, SelectiveAC.Config):
+    if isinstance(policy, tt.SelectiveAC.Config):
         return part.per_op
-    if isinstance(policy, MemoryBudgetAC.Config):
+    if isinstance(policy, tt.MemoryBudgetAC.Config):
         return policy.memory_budget * part.everything
     return part.everything if policy is None else 0
 
 
 def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
     """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each."""
-    dtype = TORCH_DTYPE_MAP[built.config.training.mixed_precision_param]  # FSDP casts, also on one rank
+    dtype = tt.TORCH_DTYPE_MAP[built.config.training.mixed_precision_param]  # FSDP casts, also on one rank
     return dry_run.layers(built.parts, Tokens(built.layout.tokens, dtype, dtype), _moe)
 
 
@@ -134,7 +128,7 @@ def _moe(module: Any) -> MetaMoE | None:
 
 
 def _load(module: str | None, options: list[str]) -> Any:
-    return ConfigManager().parse_args(["--module", str(module), *options])
+    return tt.ConfigManager().parse_args(["--module", str(module), *options])
 
 
 def from_command_line(description: str | None) -> Built:

@@ -6,15 +6,9 @@ All of them run before anything is converted or allocated. Each raises ValueErro
 
 from typing import Any
 
-from torchtitan.config import CompileConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, GptOssMoE
-
 from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import AdaptedExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout
@@ -22,11 +16,11 @@ from titan_fp8moe.trainer.preflight import ExpertLayout
 # The classes of a MoE layer's parts that conversion replaces, or knows. Subclasses may compute something else, and
 # other dispatchers send bf16. A config that LoRAConverter has frozen is another, of the same owner.
 _KNOWN = (
-    (MoE, GptOssMoE),
-    (TokenChoiceTopKRouter,),
-    (RoutedExperts,),
-    (GroupedExperts, AdaptedExperts, GptOssGroupedExperts),
-    (AllToAllTokenDispatcher, LocalTokenDispatcher),
+    (tt.MoE, tt.GptOssMoE),
+    (tt.TokenChoiceTopKRouter,),
+    (tt.RoutedExperts,),
+    (tt.GroupedExperts, AdaptedExperts, tt.GptOssGroupedExperts),
+    (tt.AllToAllTokenDispatcher, tt.LocalTokenDispatcher),
 )
 
 
@@ -43,7 +37,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
 
 def check_policy(policy: Any) -> None:
     """Selective checkpointing keeps the results of this package's ops, as SelectiveAC does since a conversion."""
-    if isinstance(policy, SelectiveAC.Config) and not policy.build().get_save_ops().issuperset(SAVED_OPS):
+    if isinstance(policy, tt.SelectiveAC.Config) and not policy.build().get_save_ops().issuperset(SAVED_OPS):
         raise ValueError(
             f"{policy._owner.__qualname__} recomputes the experts, since its get_save_ops does not call SelectiveAC's; "
             "let it call that, or return titan_fp8moe.SAVED_OPS too"
@@ -70,14 +64,14 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
         )
 
 
-def expert_layout(job: Any, dims: ParallelDims) -> ExpertLayout:
+def expert_layout(job: Any, dims: tt.ParallelDims) -> ExpertLayout:
     """See :func:`titan_fp8moe.trainer.preflight.expert_layout`. Expert parallelism splits sequences."""
     return preflight.expert_layout(job, dims, token_shards=1 if dims.ep == 1 else dims.tp)
 
 
 def why_all_to_all(job: Any) -> str | None:
     """Why no step of this job can be run again, as ``dispatch = "auto"`` needs it over symmetric memory."""
-    return None if type(job.compile) is CompileConfig else "its trainer compiles whole steps"
+    return None if type(job.compile) is tt.CompileConfig else "its trainer compiles whole steps"
 
 
 def check_classes(name: str, layer: Any) -> None:
@@ -93,7 +87,7 @@ def check_classes(name: str, layer: Any) -> None:
             )
 
 
-def check_layer(name: str, layer: MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+def check_layer(name: str, layer: tt.MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The dims of one MoE layer, on ranks of this layout."""
     experts = layer.routed_experts.inner_experts
     sizes = experts.num_experts, experts.dim, experts.hidden_dim

@@ -14,20 +14,14 @@ from typing import Any, cast
 import spmd_types as spmd
 import torch
 from torch import nn
-from torchtitan.components import lora
-from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
-from torchtitan.config.override import derive
-from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.moe_sharding import expert_param_placement_dense, expert_param_placement_sparse
-from torchtitan.protocols.module import Module
-from torchtitan.protocols.sharding import ShardingConfig
 
 from titan_fp8moe.nn.parallel import local_of
+from titan_fp8moe.torchtitan03 import names as tt
 
 EXPERTS = "inner_experts"
 
 
-class AdaptedExperts(GroupedExperts):
+class AdaptedExperts(tt.GroupedExperts):
     """Routed experts that may have adapters, ``lora_a`` and ``lora_b``, which only their FP8 subclass runs.
 
     Raises:
@@ -35,7 +29,7 @@ class AdaptedExperts(GroupedExperts):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
+    class Config(tt.GroupedExperts.Config):
         lora_rank: int = 0  # 0 for no adapters
         lora_alpha: float = 1.0
 
@@ -48,12 +42,12 @@ class AdaptedExperts(GroupedExperts):
         super().__init__(config)
 
 
-class LoRAConverter(LinearLoRAConverter):
+class LoRAConverter(tt.LinearLoRAConverter):
     """torchtitan's converter, which also adapts routed experts in FP8: the name ``inner_experts`` among the
     ``target_modules``, or None for all linears and experts."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LinearLoRAConverter.Config):
+    class Config(tt.LinearLoRAConverter.Config):
         pass
 
     def __init__(self, config: Config, **kwargs: Any):
@@ -69,13 +63,13 @@ class LoRAConverter(LinearLoRAConverter):
             ValueError: for experts of another class, such as gpt_oss's.
         """
         if self.adapts_experts:
-            for name, experts, parent, key in [*model_config.traverse(GroupedExperts.Config)]:
-                if experts._owner is not GroupedExperts:
+            for name, experts, parent, key in [*model_config.traverse(tt.GroupedExperts.Config)]:
+                if experts._owner is not tt.GroupedExperts:
                     raise ValueError(
                         f"{name} is a {experts._owner.__qualname__}, beside which no adapters run; leave {EXPERTS!r} "
                         "out of LoRAConverter's target_modules"
                     )
-                adapted = derive(experts, AdaptedExperts.Config, lora_rank=self.rank, lora_alpha=self.alpha)
+                adapted = tt.derive(experts, AdaptedExperts.Config, lora_rank=self.rank, lora_alpha=self.alpha)
                 setattr(parent, key, adapted)
         return super().convert(model_config)
 
@@ -83,22 +77,22 @@ class LoRAConverter(LinearLoRAConverter):
 def owner_of(config: Any) -> type:
     """The class that a config builds; for a linear with adapters the linear's."""
     base = config._owner.__base__
-    return base if lora._lora_class_cache.get(base) is config._owner else config._owner
+    return base if tt.lora._lora_class_cache.get(base) is config._owner else config._owner
 
 
 def derive_adapted(old: Any, kind: type[Any], **deltas: Any) -> Any:
     """torchtitan's ``derive`` to a ``kind`` of config, with adapters or frozen as LoRAConverter has made ``old``."""
     if owner_of(old) is not old._owner:
-        kind = lora._get_lora_cls(cast(Any, kind)._owner).Config
-    new = derive(old, kind, **deltas)
-    return lora._make_frozen_config(new) if type(old) in lora._frozen_config_class_cache.values() else new
+        kind = tt.lora._get_lora_cls(cast(Any, kind)._owner).Config
+    new = tt.derive(old, kind, **deltas)
+    return tt.lora._make_frozen_config(new) if type(old) in tt.lora._frozen_config_class_cache.values() else new
 
 
-class Factors(Module):
+class Factors(tt.Module):
     """A or B of the adapters of a layer's experts, by the weights' names in :class:`titan_fp8moe.layer.lora.Lora`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
+    class Config(tt.Module.Config):
         shapes: dict[str, tuple[int, int, int]]
 
     def __init__(self, config: Config):
@@ -118,9 +112,9 @@ def make_factors(experts: Any) -> tuple[Factors, Factors]:
     sharding = None
     if experts.sharding_config is not None:
         layout = experts.sharding_config.state_shardings["w1_EFD"]
-        if layout != expert_param_placement_sparse():  # no expert parallelism
-            layout = expert_param_placement_dense(tp_placement=spmd.R)
-        sharding = ShardingConfig(state_shardings=dict.fromkeys(dims, layout))
+        if layout != tt.expert_param_placement_sparse():  # no expert parallelism
+            layout = tt.expert_param_placement_dense(tp_placement=spmd.R)
+        sharding = tt.ShardingConfig(state_shardings=dict.fromkeys(dims, layout))
 
     def make(init: Callable, shapes: dict[str, tuple[int, int, int]]) -> Factors:
         options: dict[str, Any] = dict(param_init=dict.fromkeys(dims, init), sharding_config=sharding)

@@ -8,17 +8,14 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
-
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.trainer.compat import uncompiled
 from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 from titan_fp8moe.trainer.plan import natural, plain_name
 
 
-class Fp8FlowMetrics(MetricsProcessor):
+class Fp8FlowMetrics(tt.MetricsProcessor):
     """Serves converted models.
 
     Attributes:
@@ -26,7 +23,7 @@ class Fp8FlowMetrics(MetricsProcessor):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):
+    class Config(tt.MetricsProcessor.Config):
         watched: list[str] = field(default_factory=list)
         """Names of the converted modules, on all ranks."""
 
@@ -60,7 +57,7 @@ class Fp8FlowMetrics(MetricsProcessor):
         names = sorted(self.config.watched, key=natural)
         flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
         here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
-        return NanWatch(names, here, utils.device_type, logger)
+        return NanWatch(names, here, tt.utils.device_type, tt.logger)
 
     def _after_step(self) -> None:
         assert self.nan_watch is not None
@@ -69,4 +66,4 @@ class Fp8FlowMetrics(MetricsProcessor):
             self.nan_watch.report_here(self.model_parts)
         if statistics.collecting():
             self.eager.close()
-            log_statistics(self, self.step, utils.device_type)
+            log_statistics(self, self.step, tt.utils.device_type)

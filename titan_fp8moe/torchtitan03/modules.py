@@ -13,12 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.config import Configurable
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import MoE, RoutedExperts
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
-from torchtitan.protocols.sharding import LocalMapConfig
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.lora import Adapter, Lora
@@ -26,8 +20,9 @@ from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, add_cache
 from titan_fp8moe.nn.parallel import local_of
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import AdaptedExperts, make_factors
-from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert
+from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert, part_of_bias
 
 
 class Fp8FlowGroupedExperts(TitanExperts, AdaptedExperts):
@@ -53,11 +48,11 @@ class Fp8FlowGroupedExperts(TitanExperts, AdaptedExperts):
         return Lora(**{name: Adapter(self.lora_a[name], self.lora_b[name], scale) for name in Lora._fields})
 
 
-class Fp8FlowGptOssExperts(TitanExperts, GptOssGroupedExperts):
+class Fp8FlowGptOssExperts(TitanExperts, tt.GptOssGroupedExperts):
     """gpt-oss's, with biases and with gate and up interleaved in one weight."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GptOssGroupedExperts.Config):
+    class Config(tt.GptOssGroupedExperts.Config):
         pass
 
     matrix_names = "mlp1_weight_EGD", "mlp2_weight_EDF"
@@ -70,16 +65,16 @@ class Fp8FlowGptOssExperts(TitanExperts, GptOssGroupedExperts):
         b1, b2 = local_of(self.mlp1_bias_EG), local_of(self.mlp2_bias_ED)
         mesh = getattr(self.mlp2_bias_ED, "device_mesh", None)
         if mesh is not None and "tp" in (names := mesh.mesh_dim_names):
-            b2 = ScaleBiasForward.apply(b2, mesh.size(names.index("tp")), b2.dtype)  # ranks add up their outputs
+            b2 = part_of_bias(b2, mesh.size(names.index("tp")))
         return Biases(b1, b2)
 
 
-class Fp8FlowDispatcher(Configurable):
+class Fp8FlowDispatcher(tt.Configurable):
     """Holds the mesh in the place of a token dispatcher. It is none of torchtitan's, which refuses CUDA graphs with
     dispatchers that sync the host."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
+    class Config(tt.Configurable.Config):
         pass
 
     def __init__(self, config: Config):
@@ -93,18 +88,18 @@ def _check_parts(owner: Any, **kinds: type) -> None:
     """Raises ValueError if an override has replaced a part since the conversion: it would not run, or run in bf16."""
     for name, kind in kinds.items():
         part = getattr(owner, name)
-        if not isinstance(part, kind) or (kind is Linear and type(part) is not Linear):
+        if not isinstance(part, kind) or (kind is tt.Linear and type(part) is not tt.Linear):
             raise ValueError(
                 f"{type(part).__qualname__} has replaced {name} of a {type(owner).__qualname__} after fp8_flow_moe had "
                 "converted the model; apply that override before, or with fp8_flow_moe in one override.imports"
             )
 
 
-class Fp8FlowRoutedExperts(RoutedExperts):
+class Fp8FlowRoutedExperts(tt.RoutedExperts):
     """Dispatch, FFN and combine of the routed experts."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(RoutedExperts.Config):
+    class Config(tt.RoutedExperts.Config):
         fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
         placement: Placement = field(default=Placement(in_fsdp=True))
 
@@ -140,16 +135,16 @@ class Fp8FlowRoutedExperts(RoutedExperts):
         return self.config.describe()
 
 
-class Fp8FlowFeedForward(Fp8FFN, FeedForward):
+class Fp8FlowFeedForward(Fp8FFN, tt.FeedForward):
     """A dense FFN, or the shared experts of a MoE layer, which reads its weights."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FeedForward.Config):
+    class Config(tt.FeedForward.Config):
         fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
 
     def __init__(self, config: Config):
-        FeedForward.__init__(self, config)
-        _check_parts(self, w1=Linear, w2=Linear, w3=Linear)
+        tt.FeedForward.__init__(self, config)
+        _check_parts(self, w1=tt.Linear, w2=tt.Linear, w3=tt.Linear)
         self.config = config.fp8_flow
         add_cache(self)
 
@@ -162,7 +157,7 @@ class Fp8FlowFeedForward(Fp8FFN, FeedForward):
                 cast(Any, self)._sharding_config,
                 out_src_shardings=down.out_src_shardings,
                 out_dst_shardings=down.out_dst_shardings,
-                local_map=LocalMapConfig(in_grad_placements=(down.out_src_shardings,)),
+                local_map=tt.LocalMapConfig(in_grad_placements=(down.out_src_shardings,)),
             )
         super().parallelize(parallel_dims)
 
@@ -180,7 +175,7 @@ class Fp8FlowGatedFeedForward(Fp8FlowFeedForward):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Fp8FlowFeedForward.Config):
-        gate: Linear.Config
+        gate: tt.Linear.Config
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -194,20 +189,20 @@ class Fp8FlowGatedFeedForward(Fp8FlowFeedForward):
         return torch.sigmoid(self.gate(x).float()).flatten()
 
 
-class Fp8FlowLinear03(Fp8FlowLinear, Linear):
+class Fp8FlowLinear03(Fp8FlowLinear, tt.Linear):
     """A linear of ``linear_fqns``."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
+    class Config(tt.Linear.Config):
         fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
 
     def __init__(self, config: Config):
-        Linear.__init__(self, config)
+        tt.Linear.__init__(self, config)
         self.config = config.fp8_flow
         add_cache(self)
 
 
-class Fp8FlowMoE(MoE):
+class Fp8FlowMoE(tt.MoE):
     """torchtitan's MoE layer around :class:`Fp8FlowRoutedExperts`: same router and load balancing.
 
     Attributes:
@@ -216,7 +211,7 @@ class Fp8FlowMoE(MoE):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MoE.Config):
+    class Config(tt.MoE.Config):
         fp8_shared: bool = False
 
     def __init__(self, config: Config):

@@ -15,11 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torchtitan.distributed import fsdp
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.protocols.module import Module
 
 from titan_fp8moe import SAVED_OPS, patches
+from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts, has_memory_budget
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
@@ -55,14 +53,14 @@ def _is_outside(module: nn.Module) -> bool:
 def install() -> None:
     """Gives torchtitan this ``fully_shard``, keeps frozen parameters frozen and the results of this package's ops, and
     compiles blocks with an all-to-all up to it."""
-    patches.put(fsdp, "fully_shard", fully_shard, checked_on="torchtitan 0.3.0")
-    patches.wrap(Module, "_spmd_distribute_state", _keeping_frozen, checked_on="torchtitan 0.3.0")
-    patches.wrap(SelectiveAC, "get_save_ops", _with_ours, checked_on="torchtitan 0.3.0")
+    patches.put(tt.fsdp, "fully_shard", fully_shard, checked_on="torchtitan 0.3.0")
+    patches.wrap(tt.Module, "_spmd_distribute_state", _keeping_frozen, checked_on="torchtitan 0.3.0")
+    patches.wrap(tt.SelectiveAC, "get_save_ops", _with_ours, checked_on="torchtitan 0.3.0")
     patches.wrap(nn.Module, "compile", _up_to_the_experts, checked_on="torch 2.14.1")
 
 
 def _keeping_frozen(distribute: Callable[..., None]) -> Callable[..., None]:
-    def distribute_(self: Module, dims: Any, name: str, tensor: Tensor, layout: Any, *, is_param: bool) -> None:
+    def distribute_(self: tt.Module, dims: Any, name: str, tensor: Tensor, layout: Any, *, is_param: bool) -> None:
         distribute(self, dims, name, tensor, layout, is_param=is_param)
         if is_param:
             self._parameters[name].requires_grad_(tensor.requires_grad)

@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtitan.models.common.moe import MoE
-from torchtitan.trainer import Trainer
-
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03.conversion import Fp8FlowClaim
+from titan_fp8moe.torchtitan03.names import MoE, Trainer
 
 
 class Fp8FlowTrainer(Trainer):

@@ -95,3 +95,9 @@ def gpt_oss_expert(limit: float, score_before_experts: bool = False) -> ExpertSp
     """gpt_oss's, as torchtitan's ``swiglu`` computes them, with gate and up interleaved in one weight."""
     parameters = dict(limit=limit, alpha=1.702, offset=1.0)
     return ExpertSpec.of("clamped_swiglu", parameters, score_before_experts)._replace(interleaved=True)
+
+
+def part_of_bias(bias: Tensor, ranks: int) -> Tensor:
+    """A rank's part of the bias of outputs that ``ranks`` add up. Its gradient is that of the whole bias, which each of
+    them has."""
+    return bias + (1 / ranks - 1) * bias.detach()
