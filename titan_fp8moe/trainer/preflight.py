@@ -218,11 +218,9 @@ def ranks_of_a_node() -> int | None:
 
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """A backend may need all ranks of a group on one node."""
-    if config.dispatch == "auto" or config.dispatch != "symmetric":  # auto may be on symmetric memory, of another job
-        return
+    """Symmetric memory needs all ranks of a group on one node."""
     local_ranks, ranks = ranks_of_a_node(), layout.expert_shards * layout.hidden_dim_shards
-    if local_ranks is not None and ranks > local_ranks:
+    if config.dispatch == "symmetric" and local_ranks is not None and ranks > local_ranks:
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
             f"ranks share the experts and a node has {local_ranks}; lower "
