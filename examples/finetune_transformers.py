@@ -23,10 +23,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from titan_fp8moe import transformers as fp8  # before Transformers: it names the extra that brings it
-
-# isort: split
 from transformers import (
     PrinterCallback,
     Qwen3MoeConfig,
@@ -35,6 +31,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+from titan_fp8moe import transformers as fp8
 
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32  # many CPUs are slow in bf16

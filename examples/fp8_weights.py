@@ -11,10 +11,6 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-import titan_fp8moe.transformers  # noqa: F401  before Transformers: it names the extra that brings it
-
-# isort: split
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from titan_fp8moe.export_fp8 import fp8_tensors

@@ -17,13 +17,10 @@ import contextlib
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-from titan_fp8moe import transformers as fp8  # before Transformers: it names the extra that brings it
-
-# isort: split
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from titan_fp8moe import record_routing, replay_routing
+from titan_fp8moe import transformers as fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY, PROMPTS, GROUP, PROMPT_LENGTH, SAMPLED = 128, 4, 4, 12, 20

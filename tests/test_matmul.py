@@ -125,14 +125,14 @@ def test_counts_in_place_of_ends():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("x", lambda x: x.float(), "use x.bfloat16()"),
+        ("x", lambda x: x.float(), "x must be bf16"),
         ("x", lambda x: x[:, :128], "x must be (M, K), w (E, K, N)"),
         ("x", lambda x: x[:1].expand(2**21, K), "kernels take at most 2097024"),
         ("w", lambda w: w.transpose(1, 2), "as w.transpose(1, 2)"),
         ("w", lambda w: w[0], "w (E, K, N)"),
         ("w", lambda w: w[:1], "offs (E,)"),
         ("w", lambda w: w[..., :64], "K and N must be multiples of 128"),
-        ("w", lambda w: w.half(), "w must be bf16 or fp32"),
+        ("w", lambda w: w.half(), "w bf16 or fp32"),
         ("offs", lambda offs: offs.long(), "use offs.int()"),
         ("offs", lambda offs: offs.to("meta"), "must be on one device"),
     ],

@@ -223,10 +223,10 @@ def test_what_fits_experts_without_a_gate():
         routed_experts(x, w1, w2, None, ids, scores, activation="relu2", **biases)
     up, down, gate = (Fp8Weight.quantize(w) for w in (w1, w2, w3))
     for weights in ((up, down, gate), (Fp8Weight.quantize(torch.cat([w1, w3], 1)), down)):
-        with pytest.raises(ValueError, match="'relu2' takes 1 rows"):
-            RoutedExperts.from_fp8(*weights, activation="relu2")
-    with pytest.raises(ValueError, match="'swiglu' takes 2 rows"):
-        RoutedExperts.from_fp8(up, down)
+        with pytest.raises(ValueError, match="'relu2' has no gate: w1 must be"):
+            RoutedExperts.from_fp8(*weights, activation="relu2")(x, ids, scores)
+    with pytest.raises(ValueError, match=r"or w1 \(E, 2H, D\) with w3 None"):
+        RoutedExperts.from_fp8(up, down)(x, ids, scores)
     with pytest.raises(ValueError, match="names among w1, w2"):
         RoutedExperts(E, D, H, activation="relu2").add_lora(4, 8, weights=["w3"])
 

@@ -476,13 +476,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(MemoryError, match=f"needs {2 * largest:,} bytes .* and {2 * largest - 1:,} "):
         offload_experts(model.cpu())
     assert not taken
-    model.hf_device_map = {"layers.0": 0, "layers.1": 1}
-    with pytest.raises(ValueError, match="device_map spreads this model"):
-        offload_experts(model)
 
 
 def test_moved_models(offloaded):
-    """As trainers move them: all but the values goes. Whoever moves these gets an error."""
+    """As trainers move them: all but the values goes."""
     here, _ = offloaded(Layers(lora=True))
     first = here.layers[0]
     names = [name for name, _ in first.named_parameters()]
@@ -493,9 +490,6 @@ def test_moved_models(offloaded):
         name: name not in ("w13", "w2") for name in names
     }
     assert [name for name, _ in first.named_parameters()] == names
-    first.w13 = nn.Parameter(first.w13.to("meta"), requires_grad=False)
-    with pytest.raises(RuntimeError, match="moved them to meta; move its model by model.to"):
-        here(*make_inputs())
 
 
 @undone()  # the experiment undoes changes

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,7 +79,7 @@ def _hand_over(wrapper: Any, experts: Any, names: list[str]) -> Iterator[None]:
 
 
 def _adapter(wrapper: Any, name: str) -> Adapter:
-    """PEFT's A is (E r, K), expert by expert, and its B (N, r E), rank by rank."""
+    """PEFT's A is (E r, K), expert by expert, and its B (N, r E), rank by rank, also of a weight (E, K, N)."""
     E, A, B = wrapper.num_experts, wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     A, B = A.view(E, -1, A.shape[1]), B.view(B.shape[0], -1, E).permute(2, 0, 1)
     return Adapter(A, B, wrapper.scaling[name])
@@ -90,11 +90,6 @@ def _join(adapters: list[Adapter]) -> Adapter:
     if len(adapters) == 1:
         return adapters[0]
     return Adapter(torch.cat([a.A for a in adapters], 1), torch.cat([a.B * a.scale for a in adapters], 2))
-
-
-def adapted(model: nn.Module) -> set[nn.Module]:
-    """The experts of ``model`` that PEFT's wrappers hold."""
-    return {cast(Any, m).get_base_layer() for m in model.modules() if getattr(m, "parameter_name", "") in _PARAMETERS}
 
 
 def take_over(experts: Any) -> Lora | None:

@@ -20,8 +20,11 @@ from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
 from titan_fp8moe import patches, peft, recipe
 from titan_fp8moe.activations import ACTIVATIONS
@@ -36,15 +39,6 @@ from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("transformers")
-
-try:
-    import transformers
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
-except ImportError as error:
-    raise ImportError(
-        "titan_fp8moe.transformers needs Transformers 5, 5.17 or newer: pip install -e '.[transformers]' in a checkout"
-    ) from error
 
 NAME = "fp8_flow"
 _STAY = 'use model.set_experts_implementation("grouped_mm")'
@@ -88,10 +82,6 @@ def register(
             "titan_fp8moe.transformers does not know; install a version from 5.17 to 5.24"
         )
     config = config or Fp8FlowMoEConfig()
-    if unsupported not in ("error", "keep"):
-        raise ValueError(f"unsupported is {unsupported!r}; set it to 'error' or 'keep'")
-    if scales not in ("exact", "round"):
-        raise ValueError(f"scales is {scales!r}; set it to 'exact' or 'round'")
     require_config(config, "Transformers models", *RECIPE, *CACHE)
     preflight.check_hardware()
     compat.fix_full_checkpointing()
@@ -150,13 +140,7 @@ def converted(model: nn.Module) -> list[str]:
     """
     found = {name: module for name, module in _all_experts(model).items() if not name.endswith(".original_module")}
     selected = {name: module for name, module in found.items() if _is_chosen(module)}
-    adapted = peft.adapted(model)
-    reasons = {
-        name: _why_not(module)
-        or _why_not_called(model, name)
-        or (_why_no_adapters(module) if module in adapted else None)
-        for name, module in selected.items()
-    }
+    reasons = {name: _why_not(module) or _why_not_called(model, name) for name, module in selected.items()}
     names = [name for name, reason in reasons.items() if reason is None]
     if names:
         return names
@@ -260,8 +244,6 @@ def _experts_forward(
             _add_cache(experts, layouts)
         cache = own_cache(experts, "fp8_flow_cache")
     spec, lora = cast(ExpertSpec, _expert(experts)), peft.take_over(experts)
-    if lora is not None and (why_not := _why_no_adapters(experts)) is not None:
-        raise ValueError(f"{type(experts).__name__} cannot run as {NAME}: {why_not}; or {_STAY}")
     host = vars(experts).get("fp8_host")
     given = Experts(weights, config, None, spec, cache, frozen, biases, lora, check_ids=False, host=host)
     scores, device = top_k_weights.float(), hidden_states.device  # routers of bf16 models give bf16 scores
@@ -332,16 +314,6 @@ def _dims(experts: Any) -> tuple[int, int]:
     """D and H."""
     _, D, H = _down_shape(experts)
     return (H, D) if experts.is_transposed else (D, H)
-
-
-def _why_no_adapters(experts: Any) -> str | None:
-    """Why PEFT's adapters do not run beside these experts, or None."""
-    if not experts.is_transposed:
-        return None
-    return (
-        "its weights are transposed, and PEFT's adapters do not run beside such; leave "
-        f"{_first(experts)} and down_proj out of target_parameters"
-    )
 
 
 _PROBED = 41  # values of gate, and of up, from minus to plus twice the limit

@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from titan_fp8moe import ops
 from titan_fp8moe.export_fp8.files import Checkpoint, Export, open_folder
@@ -106,7 +107,7 @@ def main() -> None:
         if args.verify or args.verify_only:
             said = f"{export.verify(args.out)} tensors are the checkpoint's, bit for bit after these roundings"
             print(f"verified: {said}; it has what config.json states of {', '.join(compared)}")
-    except (AssertionError, ImportError, OSError, ValueError) as error:
+    except (AssertionError, ImportError, OSError, SafetensorError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

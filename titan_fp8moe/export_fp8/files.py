@@ -50,7 +50,8 @@ def open_folder(folder: Path) -> Checkpoint:
     The names lose the prefixes of wrappers around the model that was saved, such as DDP's ``module.``.
 
     Raises:
-        ValueError: for files that are damaged or no model's, or adapters.
+        ValueError: for files that are no model's, or adapters.
+        SafetensorError: for files that are damaged.
         OSError: for files that are missing.
     """
     stored = {plain_name(name): value for path in _model_files(folder) for name, value in _mapped(path).items()}
@@ -77,17 +78,14 @@ def _model_files(folder: Path) -> list[Path]:
 
 def _mapped(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, whose values are read where they are used."""
-    try:
-        return dict(sorted(load_file(path).items()))
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}); copy or save it again") from None
+    return dict(sorted(load_file(path).items()))
 
 
 def published(folder: Path) -> dict[str, Tensor]:
     """The tensors of a published model, if there are any. A folder for its tokenizer may hold git-lfs's pointers."""
     tensors: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, SafetensorError):
             tensors |= _mapped(path)
     return tensors
 
@@ -107,12 +105,11 @@ class Export:
         config: the config.json of the export.
 
     Raises:
-        ValueError: for matrices that cannot be quantized so, or without a config.json.
+        ValueError: for matrices that cannot be quantized so.
+        OSError: without a config.json.
     """
 
     def __init__(self, source: Checkpoint, names: Collection[str], quantized_from: str | None, assets: Path):
-        if not (assets / "config.json").exists():
-            raise ValueError(f"{assets} has no config.json; name a folder with the model's own by --assets")
         dtypes = {name: value.dtype for name, value in source.tensors.items()}
         self.source, self.assets = source, assets
         self.fp8 = {name: _precision(name, dtype, quantized_from) for name, dtype in dtypes.items() if name in names}

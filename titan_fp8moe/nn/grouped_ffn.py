@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.config import RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.lora import Lora
@@ -58,7 +57,7 @@ def grouped_ffn(
         scores: (M,) fp32, by which each row's output is multiplied; None for 1.
         config: the recipe's settings, :data:`titan_fp8moe.config.RECIPE`; by default ``Fp8FlowMoEConfig()``.
         cache: keeps quantized copies of the weights, as ``cache_weights`` does for modules; one ``WeightCache()`` for
-            the weights of each layer.
+            the weights of each layer. Weights that are stored in FP8 need none.
         score_before_experts, activation, activation_parameters, b1, b2, b3, interleaved, lora: as of
             :func:`titan_fp8moe.routed_experts`.
 
@@ -82,9 +81,7 @@ def grouped_ffn(
     _check_inputs(x, weights, offs, scores, biases)
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)._replace(interleaved=interleaved)
     experts = experts_of(weights, config, expert, biases, lora)
-    if cache is not None:
-        if isinstance(w1, Fp8Weight):
-            raise ValueError("cache has no effect on weights that are stored in FP8; leave it out")
+    if cache is not None and not isinstance(w1, Fp8Weight):
         # Without gradients the local tensor of a DTensor that is trained requires none.
         experts = experts._replace(cache=cache, frozen=experts.frozen and torch.is_grad_enabled())
     expert_M1 = expert_of_rows(offs, x.shape[0])
@@ -97,15 +94,12 @@ def _check_inputs(
 ) -> None:
     """Rejects rows, ends and scores that do not fit; :func:`run_layer` checks the weights."""
     given = [t for t in (x, offs, scores) if t is not None]
-    check_plain("grouped_ffn", "x, offs and scores", *given)
-    if any(isinstance(t, DTensor) for t in (*weights, *biases)):
-        raise ValueError("grouped_ffn: weights and biases must be plain tensors, got a DTensor; use to_local()")
+    parameters = [t for t in (*weights, *biases) if t is not None]
+    check_plain("grouped_ffn", "x, offs, scores, weights and biases", *given, *parameters)
     shapes = [tuple(t.shape) for t in given]
     if x.dim() != 2 or offs.shape != weights.w1.shape[:1] or (scores is not None and scores.shape != x.shape[:1]):
         raise ValueError(
             f"grouped_ffn: x must be (M, D), offs (E,) as w1 (E, H, D), and scores (M,) or None; got "
             f"{', '.join(map(str, shapes))} with w1 {tuple(weights.w1.shape)}"
         )
-    if scores is not None and scores.dtype != torch.float32:
-        raise ValueError(f"grouped_ffn: scores must be fp32, got {scores.dtype}; use scores.float()")
     check_ends("grouped_ffn", offs, x.shape[0])

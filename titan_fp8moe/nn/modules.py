@@ -1,7 +1,6 @@
 """The routed experts, and a linear, as modules for any model."""
 
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, local_of, mesh_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8, STEP
+from titan_fp8moe.recipe import E8M0, FP8
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -44,13 +43,6 @@ class KeepDtype:
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
-
-
-def _check_arguments(num_experts: int, dim: int, hidden_dim: int, dtype: torch.dtype) -> None:
-    sizes = dict(num_experts=num_experts, dim=dim, hidden_dim=hidden_dim)
-    if wrong := [f"{name} = {size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]:
-        raise ValueError(f"{', '.join(wrong)} must be a positive int")
-    _check_dtype(dtype)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -107,8 +99,8 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         ep_group: the process group, or None.
 
     Raises:
-        ValueError: for dims that are no multiples of 16, or experts that do not divide over the ranks. Also for a dtype
-            that is not bf16 or fp32, a setting without effect here, or a group that this rank is not in.
+        ValueError: for experts that do not divide over the ranks, a dtype that is not bf16 or fp32, a setting without
+            effect here, or a group that this rank is not in.
 
     Example::
 
@@ -142,14 +134,10 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        _check_arguments(num_experts, dim, hidden_dim, dtype or torch.get_default_dtype())
+        _check_dtype(dtype or torch.get_default_dtype())
         num_ranks = 1 if ep_group is None else ep_group.size()
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
-        if dim % STEP or hidden_dim % STEP:
-            raise ValueError(
-                f"dim = {dim} and hidden_dim = {hidden_dim} must be multiples of {STEP}; pad the model with zeros"
-            )
         self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
         mesh = None
         shapes = dict(w1=(hidden_dim, dim), w2=(dim, hidden_dim), w3=(hidden_dim, dim))
@@ -294,11 +282,6 @@ class Fp8RoutedExperts(_RunsLayer):
     ):
         super().__init__()
         require_config(config, "experts stored in FP8", "recompute", "save_h", *TRANSPORT)
-        if w13.shape[1] != expert.rows_per_unit * w2.shape[2]:
-            raise ValueError(
-                f"activation {expert.activation!r} takes {expert.rows_per_unit} rows of w1 and w3 together per hidden "
-                f"unit, of which w2 has {w2.shape[2]}; got {w13.shape[1]} rows"
-            )
         self.expert, self.config, self.ep_group = expert, config, ep_group
         for name, weight in (("w13", w13), ("w2", w2)):
             for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
@@ -431,7 +414,7 @@ class Fp8FlowLinear(nn.Linear):
             ``Fp8FlowMoEConfig()``.
 
     Raises:
-        ValueError: for other dims, a dtype that is not bf16 or fp32, or a setting without effect here.
+        ValueError: for a dtype that is not bf16 or fp32, or a setting without effect here; its forward, for other dims.
     """
 
     config: Fp8FlowMoEConfig
@@ -457,7 +440,7 @@ class Fp8FlowLinear(nn.Linear):
         """Turns a linear into this class in place; its parameter stays.
 
         Raises:
-            ValueError: for a subclass of ``nn.Linear``, a bias, or dims that are no multiples of 128.
+            ValueError: for a subclass of ``nn.Linear``, or a bias.
         """
         if type(module) is not nn.Linear or module.bias is not None:
             raise ValueError(f"only an nn.Linear without a bias can be Fp8FlowLinear, not {module}")
@@ -465,11 +448,6 @@ class Fp8FlowLinear(nn.Linear):
         cast(Fp8FlowLinear, module)._configure(config)
 
     def _configure(self, config: Fp8FlowMoEConfig) -> None:
-        if self.in_features % 128 or self.out_features % 128:
-            raise ValueError(
-                f"in_features = {self.in_features} and out_features = {self.out_features} must be multiples of 128, an "
-                "FP8 tile's width"
-            )
         _check_dtype(self.weight.dtype)
         self.config = config
         add_cache(self)

@@ -37,7 +37,7 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
         device: where the model runs; by default the current GPU, or a CPU where there is none.
 
     Raises:
-        ValueError: for a model without such experts, one that FSDP shards or that ``device_map`` spreads.
+        ValueError: for a model without such experts, or one that FSDP shards.
         MemoryError: if the host has too little memory, before any is taken.
 
     Example::
@@ -116,8 +116,6 @@ def _check(model: nn.Module, weights: list[list[Tensor]]) -> None:
         )
     if any(isinstance(q, DTensor) for layer in weights for q in layer):
         raise ValueError("FSDP shards these experts; leave them out of fully_shard, so that each rank offloads its own")
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        raise ValueError("device_map spreads this model; load it without, and offload_experts places it on one GPU")
     there = sum(q.nbytes for layer in weights for q in layer if q.device.type != "cpu")
     # Of layers that are in host memory already, one at a time is there twice.
     again = max(sum(q.nbytes for q in layer if q.device.type == "cpu" and not q.is_pinned()) for layer in weights)

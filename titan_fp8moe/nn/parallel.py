@@ -187,18 +187,14 @@ def group_of(weight: DTensor) -> dist.ProcessGroup:
     """The group of a weight that was copied, or unpickled.
 
     Raises:
-        RuntimeError: if this process has no such group, or was another rank of it.
+        RuntimeError: if this process was another rank of the group.
     """
     mesh = weight.device_mesh
     ep = mesh.ndim - 1  # FSDP puts its dims first
-    try:
-        group = mesh.get_group(ep)
-        if (group.size(), group.rank()) == (mesh.size(ep), cast(list, mesh.get_coordinate())[ep]):
-            return group
-        found = f"here it is rank {group.rank()} of {group.size()}"
-    except (KeyError, RuntimeError, ValueError, AssertionError) as error:
-        found = f"there is no such group here ({error})"
-    raise RuntimeError(
-        f"the experts were pickled by rank {mesh.get_coordinate()} of {mesh}, and {found}; create the same groups "
-        "before you load the module, or save state dicts with torch.distributed.checkpoint"
-    )
+    group = mesh.get_group(ep)
+    if (group.size(), group.rank()) != (mesh.size(ep), cast(list, mesh.get_coordinate())[ep]):
+        raise RuntimeError(
+            f"the experts were pickled by rank {mesh.get_coordinate()} of {mesh}, and here the group has rank "
+            f"{group.rank()} of {group.size()}; save state dicts with torch.distributed.checkpoint"
+        )
+    return group
