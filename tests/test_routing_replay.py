@@ -131,7 +131,7 @@ def test_every_router_of_the_registry(module: str, name: str):
     with replay_routing(block, ids):
         assert torch.equal(run(block, x), want)
     if name == "PhimoeExperts":
-        with pytest.raises(RuntimeError, match="choose by torch.topk"), replay_routing(block, choose(B, S, 1)):
+        with pytest.raises(RuntimeError, match="ran other experts"), replay_routing(block, choose(B, S, 1)):
             run(block, x)
         return
     with replay_routing(block, ids.flip(-1)):
@@ -164,7 +164,7 @@ def test_a_router_that_looks_experts_up_needs_no_replay():
     assert torch.equal(ids[:, :, 0], block.gate.tid2eid[tokens])
     with replay_routing(block, ids):
         assert torch.equal(block(x, tokens), want)
-    with pytest.raises(RuntimeError, match="does not choose by torch.topk"), replay_routing(block, (ids + 1) % EXPERTS):
+    with pytest.raises(RuntimeError, match="ran other experts"), replay_routing(block, (ids + 1) % EXPERTS):
         block(x, tokens)
 
 
@@ -248,7 +248,7 @@ def test_ids_of_all_ranks_and_of_partitioned_parameters():
     model.ffn = RoutedExperts.from_fp8(*(Fp8Weight.quantize(w) for w in model.ffn.adaptable().values()))
     model.ffn.ep_group = TwoRanks()
     assert _layers(model)[0].num_experts == 2 * E
-    assert torch.equal(_by_layer(ids, _layers(model))[0], ids[:, 0])
+    assert torch.equal(_by_layer(ids, 1)[0], ids[:, 0])
     model = Model()
     for weight in model.ffn.parameters():
         weight.ds_shape, weight.data = weight.shape, weight.new_empty(0)
@@ -296,8 +296,6 @@ def test_a_backward_outside_is_refused():
     model, tokens = make_model(num_hidden_layers=1), make_tokens()
     with replay_routing(model, choose(*tokens.shape, 1)):
         loss = model(input_ids=tokens, labels=tokens).loss
-        with pytest.raises(RuntimeError, match="replays a routing already"):
-            replay_routing(model, choose(*tokens.shape, 1)).__enter__()
     with pytest.raises(RuntimeError, match=r"call backward\(\) inside"):
         loss.backward()
 
@@ -343,31 +341,21 @@ def test_tokens_without_ids_are_routed_by_the_router():
 
 
 @pytest.mark.parametrize(
-    ("routed", "message"),
+    ("routed", "error", "message"),
     [
-        (choose(B, S), "has 24 layers"),
-        (torch.rand(B, S, 1, TOP_K), "must be ids"),
-        (choose(B, S, 3), "has 3 layers, but the model 1"),
-        (choose(B, S, 1) + EXPERTS, "but the router of experts chooses among 6"),
-        (choose(B, S, 1, top_k=3), "has 3 experts per token"),
-        (choose(B, S - 1, 1), "got 48 tokens, but routed_experts has 46"),
-        (choose(B, S, 1).clamp(min=EXPERTS - 1) + 1, "has the id 6, but the router of experts chooses among 6"),
-        (choose(B, S, 1).index_fill(-1, torch.tensor([1], device=DEVICE), -1), "a token with negative and other ids"),
-        (choose(B, S, 1) > 2, "must be ids"),
+        (choose(B, S), ValueError, "must be ids"),
+        (torch.rand(B, S, 1, TOP_K), ValueError, "must be ids .* torch.float32"),
+        (choose(B, S, 1) > 2, ValueError, "must be ids .* torch.bool"),
+        (choose(B, S, 3), ValueError, "of the model's 1 MoE layers"),
+        (choose(B, S - 1, 1), ValueError, "got 48 tokens, but routed_experts has 46"),
+        (choose(B, S, 1, top_k=3), RuntimeError, "experts ran other experts"),
     ],
 )
-def test_routing_that_does_not_fit_is_refused(routed: Tensor, message: str):
+def test_routing_that_does_not_fit_is_refused(routed: Tensor, error: type[Exception], message: str):
     block = make_block("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
-    with pytest.raises(ValueError, match=message), replay_routing(block, routed.to(DEVICE)):
+    with pytest.raises(error, match=message), replay_routing(block, routed.to(DEVICE)):
         block(torch.randn(B, S, D, device=DEVICE))
     assert "forward" not in vars(block)
-
-
-def test_an_id_past_the_groups_is_refused():
-    layer = make_torchtitan(False, num_expert_groups=4, num_limited_groups=2)
-    ids = choose(B, S, 1, experts=E, top_k=K).index_fill(-1, torch.tensor([1], device=DEVICE), E)
-    with pytest.raises(ValueError, match=f"chooses among {E}"), replay_routing(layer, ids):
-        layer(torch.randn(B, S, D, device=DEVICE))
 
 
 class WithoutIds(Model):
@@ -377,46 +365,18 @@ class WithoutIds(Model):
         return self.experts(self.router(x))
 
 
-def test_experts_without_ids_or_parameters_are_refused():
+def test_experts_without_ids_are_refused():
     model, x = WithoutIds(), torch.randn(S, D)
     del model.ffn
     model.experts = nn.Linear(E, D)
     for replayed in (record_routing(model), replay_routing(model, choose(S, 1, experts=E, top_k=K).to("cpu"))):
-        with pytest.raises(RuntimeError, match="router of experts .*experts get no ids"), replayed:
+        with pytest.raises(RuntimeError, match="experts ran other experts"), replayed:
             model(x)
-    with pytest.raises(RuntimeError, match="called without tokens"), record_routing(model):
-        model(None)
-    model.experts = nn.Identity()
-    with pytest.raises(ValueError, match="experts has no parameters"), replay_routing(model, choose(S, 1)):
-        pass
 
 
 def test_models_without_experts_are_refused():
     for replayed in (replay_routing(nn.Linear(D, D), choose(B, S, 1)), record_routing(nn.Linear(D, D))):
-        with pytest.raises(ValueError, match="Linear has no experts whose routing could be replayed"), replayed:
-            pass
-
-
-class TwoRouters(nn.Module):
-    """Two layers of experts in one forward, of which one may be in a block of its own."""
-
-    def __init__(self, nested: bool):
-        super().__init__()
-        self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
-        self.second = Model()
-        if not nested:
-            self.second_router, self.second_ffn = self.second.router, self.second.ffn
-            del self.second
-
-    forward = Model.forward
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_two_routers_in_one_forward_are_refused(nested: bool):
-    """A record would hold the second one's choice twice."""
-    model, second = TwoRouters(nested), "second.ffn" if nested else "second_ffn"
-    for context in (record_routing(model), replay_routing(model, choose(S, 2))):
-        with pytest.raises(ValueError, match=f"ffn and {second} are chosen in one module's forward"), context:
+        with pytest.raises(ValueError, match="Linear has no RoutedExperts"), replayed:
             pass
 
 
@@ -447,9 +407,8 @@ def test_a_topk_that_is_not_the_choice(chooses: str):
     """It is neither recorded nor replayed for the router's. Order and dropped tokens do not matter."""
     model, x, ids = Margin(chooses), torch.randn(S, D), choose(S, 1, experts=E, top_k=K)
     refused = pytest.raises(RuntimeError, match="ffn ran other experts")
-    with record_routing(model) as routing:
+    with contextlib.nullcontext() if chooses in ("sorted", "dropped") else refused, record_routing(model) as routing:
         model(x)
-    with contextlib.nullcontext() if chooses in ("sorted", "dropped") else refused:
         assert routing.routed_experts().shape == (S, 1, K)
     with refused if chooses == "max" else contextlib.nullcontext(), replay_routing(model, ids):
         model(x)
@@ -470,19 +429,6 @@ def test_layers_without_a_forward_are_named():
     model = make_model()
     with pytest.raises(RuntimeError, match="no routing was replayed in model"), replay_routing(model, choose(B, S, 2)):
         pass
-    with record_routing(model) as routing:
-        pass
-    with pytest.raises(RuntimeError, match="no routing was recorded in model.layers.0.mlp.experts"):
-        routing.routed_experts()
-
-
-def test_models_that_loop_over_layers_are_refused():
-    model, x = make_model(), torch.randn(B, S, D, device=DEVICE)
-    with record_routing(model) as routing:
-        for index in (0, 1, 1):
-            model.model.layers[index].mlp(x)
-    with pytest.raises(RuntimeError, match="not loops"):
-        routing.routed_experts()
 
 
 @pytest.mark.slow
