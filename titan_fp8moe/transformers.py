@@ -16,7 +16,6 @@ import functools
 import inspect
 import warnings
 import weakref
-from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -34,7 +33,7 @@ from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight, scale_exponents
 from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent
-from titan_fp8moe.spec import ExpertSpec, constant
+from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
 
@@ -317,101 +316,47 @@ def _dims(experts: Any) -> tuple[int, int]:
 
 
 _PROBED = 41  # values of gate, and of up, from minus to plus twice the limit
-_NUMBERS = "limit", "swiglu_limit", "alpha", "swiglu_alpha", "gate_softcap", "up_softcap"
-_NUMBERS_OF_CONFIG = "mlp_gate_softcap", "mlp_up_softcap"
 
 
 def _expert(experts: Any) -> ExpertSpec | None:
     """The expert of the table that computes what these experts do between their products, by its values; None if there
-    is none."""
-    act = getattr(experts, "act_fn", None)
-    if isinstance(act, nn.Module) and _is_its_class(type(act)):
-        act = type(act)
-    traits = experts.has_gate, getattr(experts, "is_concatenated", True)
-    numbers, of_config = _numbers(experts, _NUMBERS), _numbers(getattr(experts, "config", None), _NUMBERS_OF_CONFIG)
-    if not all(value is None or isinstance(value, int | float) for _, value in (*numbers, *of_config)):
-        return None  # a tensor, which may change
-    found = _expert_of(type(experts), act, *traits, numbers, of_config)
-    if found is None or not torch.compiler.is_compiling():
-        return found
-    # Of a constant torch.compile before 2.13 knows attributes only.
-    return ExpertSpec(*(getattr(found, name) for name in ExpertSpec._fields))
+    is none. It is found once."""
+    if "fp8_flow_expert" not in vars(experts):
+        _find_expert(experts)
+    return experts.fp8_flow_expert
 
 
-def _numbers(owner: Any, names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, constant(getattr(owner, name, None))) for name in names)
-
-
-# torch.compile before 2.13 passes no modules to such functions, but classes and numbers.
-@torch.compiler.assume_constant_result
-def _is_its_class(kind: type) -> bool:
-    """Whether an activation of this class is what the class makes without arguments. A user's may hold values."""
-    if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
-        return False
-    parameters = inspect.signature(kind).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-
-
-@torch.compiler.assume_constant_result
-def _expert_of(*traits: Any) -> ExpertSpec | None:
-    return _compare(*traits)
-
-
-@functools.cache
-def _compare(
-    kind: type,
-    act: Any,
-    has_gate: bool,
-    is_concatenated: bool,
-    numbers: tuple[tuple[str, float | None], ...],
-    of_config: tuple[tuple[str, float | None], ...],
-) -> ExpertSpec | None:
-    """:func:`_expert` of experts of this class, by an object that has all that their gate reads."""
-    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):  # it may be trained
-        return None
+@torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
+def _find_expert(experts: Any) -> None:
     # The gate is read from numbers, whatever the caller's default device, and in torch.export's fake mode too.
     outside = torch._C.DisableTorchFunction(), _disable_current_modes()
     with outside[0], outside[1], torch.no_grad(), torch.autocast("cpu", enabled=False):
-        experts = SimpleNamespace(
-            act_fn=act() if isinstance(act, type) else act,
-            is_concatenated=is_concatenated,
-            config=SimpleNamespace(**dict(of_config)),
-            **dict(numbers),
-        )
-        return _compare_gate(kind, experts) if has_gate else _compare_activation(experts)
+        experts.fp8_flow_expert = _compare(experts)
 
 
-def _compare_activation(experts: Any) -> ExpertSpec | None:
-    """For experts without a gate."""
-    h = torch.linspace(-20, 20, _PROBED, dtype=torch.float32, device="cpu")
-    got = experts.act_fn(h)
-    for name, entry in ACTIVATIONS.items():
-        if not entry.gated and torch.allclose(got, entry.forward(h, None), rtol=1e-5, atol=1e-4):
-            return ExpertSpec.of(name)
-    return None
-
-
-def _compare_gate(kind: Any, experts: Any) -> ExpertSpec | None:
-    def number(*names: str, default: float) -> float:
-        found = [value for name in names if (value := getattr(experts, name)) is not None]
-        return float(found[0]) if found else default
-
-    limit, alpha = number("limit", "swiglu_limit", default=10.0), number("alpha", "swiglu_alpha", default=1.0)
-    candidates = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if entry.gated and not entry.parameters]
-    caps = dict(gate_cap=experts.config.mlp_gate_softcap or 0.0, up_cap=experts.config.mlp_up_softcap or 0.0)
-    if min(caps.values()) > 0:  # Inkling 2's
-        candidates.append(ExpertSpec.of("softcapped_swiglu", caps))
-    if limit > 0:
-        parameters = [dict(limit=limit, alpha=alpha, offset=offset) for offset in (0.0, 1.0)]
-        candidates += [ExpertSpec.of("clamped_swiglu", values) for values in parameters]
-    values = torch.linspace(-2 * abs(limit), 2 * abs(limit), _PROBED, dtype=torch.float32, device="cpu")
+def _compare(experts: Any) -> ExpertSpec | None:
+    limit, alpha = (getattr(experts, name, getattr(experts, f"swiglu_{name}", None)) for name in ("limit", "alpha"))
+    caps = [getattr(getattr(experts, "config", None), f"mlp_{name}_softcap", None) for name in ("gate", "up")]
+    act = getattr(experts, "act_fn", None)
+    if isinstance(act, nn.Module) and any(True for _ in act.parameters()):  # it may be trained
+        return None
+    if any(isinstance(value, Tensor) for value in (limit, alpha, *caps)):  # it may change
+        return None
+    limit, alpha, interleaved = limit or 10.0, 1.0 if alpha is None else alpha, not experts.is_concatenated
+    specs = [ExpertSpec.of(name) for name, entry in ACTIVATIONS.items() if not entry.parameters]
+    specs += [ExpertSpec.of("clamped_swiglu", dict(limit=limit, alpha=alpha, offset=offset)) for offset in (0, 1)]
+    if all(caps):  # Inkling 2's
+        specs.append(ExpertSpec.of("softcapped_swiglu", dict(zip(("gate_cap", "up_cap"), caps, strict=True))))
+    values = torch.linspace(-2 * limit, 2 * limit, _PROBED, dtype=torch.float32, device="cpu")
     gate, up = (grid.reshape(-1, 1) for grid in torch.meshgrid(values, values, indexing="ij"))
-    interleaved = not experts.is_concatenated
-    got = kind._apply_gate(experts, recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
-    for spec in candidates:
+    if experts.has_gate:
+        got = experts._apply_gate(recipe.join_gate_up(gate, up, ExpertSpec(interleaved=interleaved)))
+    else:
+        got = experts.act_fn(gate)
+    for spec in specs:
         want = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
-        if torch.allclose(got, want, rtol=1e-5, atol=1e-4):  # the two forms of GELU are 0.01 apart here
-            return spec._replace(interleaved=interleaved)
+        if spec.gated == experts.has_gate and torch.allclose(got, want, rtol=1e-5, atol=1e-4):
+            return spec._replace(interleaved=interleaved and spec.gated)  # the two forms of GELU are 0.01 apart here
     return None
 
 
