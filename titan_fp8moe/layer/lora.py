@@ -10,7 +10,7 @@ up's adapters become one, whose B is block diagonal. :mod:`titan_fp8moe.recipe` 
 describes. :class:`LoraOperands` is what the FFN multiplies by.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,33 +123,34 @@ def _check_adapter(name: str, adapter: Adapter, weight: Any) -> None:
 # --- operands ---------------------------------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    """A weight's adapter, and where it lies in the operands of its GEMM: the matrices along B's rows, and the ranks."""
-
-    name: str
-    adapter: Adapter
-    matrices: slice
-    ranks: slice
-
-    def of(self, b_ENR: Tensor) -> Tensor:
-        """The adapter's part of B, (E, matrices, rows of each, r)."""
-        first, end, rows = self.matrices.start, self.matrices.stop, self.adapter.B.shape[1]
-        rows //= end - first
-        return b_ENR.unflatten(1, (-1, padded(rows)))[:, first:end, :rows, self.ranks]
-
-
 class GemmLora(NamedTuple):
-    """The adapters of one GEMM as products read them, in bf16: A (E, R, K), and B (E, N, R) times the scales. N and K
-    are padded as the quantized weight's, R to a multiple of :data:`titan_fp8moe.ops.lora.RANK_STEP`."""
+    """The adapters of one GEMM as products read them, in bf16, side by side along the ranks.
+
+    Attributes:
+        A: (E, R, K), K padded as the quantized weight's, R to a multiple of :data:`titan_fp8moe.ops.lora.RANK_STEP`.
+        B: (E, N, R), times the scales. N holds ``each`` matrices of every weight, which are padded.
+        adapters: by weight, in the order in which the operand holds the weights; None for one without.
+    """
 
     A: Tensor
     B: Tensor
-    parts: list[_Part]
+    adapters: dict[str, Adapter | None]
+    each: int
 
     @property
     def transposed(self) -> "GemmLora":
         """For the gradient of the GEMM's input."""
-        return GemmLora(self.B.transpose(1, 2), self.A.transpose(1, 2), self.parts)
+        return self._replace(A=self.B.transpose(1, 2), B=self.A.transpose(1, 2))
+
+    def parts(self, a_ERK: Tensor, b_ENR: Tensor) -> Iterator[tuple[str, Adapter, Tensor, Tensor]]:
+        """Each adapter, and what is its own of A (E, r, K) and of B (E, each, rows, r)."""
+        first, b = 0, b_ENR.unflatten(1, (len(self.adapters), self.each, -1))
+        for at, (name, adapter) in enumerate(self.adapters.items()):
+            if adapter is not None:
+                _, r, K = adapter.A.shape
+                ranks, rows = slice(first, first + r), adapter.B.shape[1] // self.each
+                yield name, adapter, a_ERK[:, ranks, :K], b[:, at, :, :rows, ranks]
+                first += r
 
     def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> dict[str, Tensor]:
         """Gradients by the fields of :class:`LoraTensors`, each in its tensor's dtype.
@@ -157,13 +158,10 @@ class GemmLora(NamedTuple):
         Args:
             x: the GEMM's input; dy: the gradient of its output; both in expert order.
         """
-        da, db = ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)
         grads = {}
-        for part in self.parts:
-            name, (A, B, scale), _, ranks = part
-            part_of_da = da[:, ranks, : A.shape[2]].to(A.dtype)  # without the padding
-            grads[f"{name}_A"] = part_of_da.clone(memory_format=torch.contiguous_format)
-            grads[f"{name}_B"] = part.of(db).flatten(1, 2).to(B.dtype) * scale
+        for name, (A, B, scale), a, b in self.parts(*ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)):
+            grads[f"{name}_A"] = a.to(A.dtype).clone(memory_format=torch.contiguous_format)
+            grads[f"{name}_B"] = b.flatten(1, 2).to(B.dtype) * scale
         return grads
 
 
@@ -182,26 +180,24 @@ NO_LORA = LoraOperands()
 def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None], expert: ExpertSpec) -> LoraOperands:
     """The operands of adapters that :func:`split_lora` took apart. ``tensors`` may be a :class:`LoraTensors`."""
     adapters = spec.adapters([t for t in tensors if t is not None])
-    gate_up = [(name, a) for name, a in (("w1", adapters.w1), ("w3", adapters.w3)) if a is not None]
-    matrices = 1 if not expert.gated or (spec.fused and expert.interleaved) else 2
-    w13 = _join(gate_up, matrices, matrices if spec.fused else 1) if gate_up else None
-    w2 = None if adapters.w2 is None else _join([("w2", adapters.w2)], 1, 1)
+    gate_up = dict(w1=adapters.w1) if spec.fused else dict(w1=adapters.w1, w3=adapters.w3)
+    w13 = _join(gate_up, each=2 if spec.fused and expert.gated and not expert.interleaved else 1)
+    w2 = _join(dict(w2=adapters.w2), each=1)
     return LoraOperands(w13, w2, w13 and w13.transposed, w2 and w2.transposed)
 
 
-def _join(adapters: list[tuple[str, Adapter]], matrices: int, each: int) -> GemmLora:
-    """The adapters of a GEMM whose operand holds so many ``matrices``, which are padded; a weight holds ``each``."""
-    _, (A, B, _) = adapters[0]
-    (E, _, K), rows, rank, parts = A.shape, padded(B.shape[1] // each), 0, []
-    for name, adapter in adapters:
-        first, r = 1 if name == "w3" else 0, adapter.A.shape[1]
-        parts.append(_Part(name, adapter, slice(first, first + each), slice(rank, rank + r)))
-        rank += r
-    R = rank + -rank % RANK_STEP
+def _join(adapters: dict[str, Adapter | None], each: int) -> GemmLora | None:
+    """The adapters of a GEMM, unless it has none."""
+    present = [adapter for adapter in adapters.values() if adapter is not None]
+    if not present:
+        return None
+    A, B, _ = present[0]
+    (E, _, K), rank = A.shape, sum(adapter.A.shape[1] for adapter in present)
+    rows, R = padded(B.shape[1] // each), rank + -rank % RANK_STEP
     joined_A = A.new_zeros(E, R, padded(K), dtype=torch.bfloat16)
-    joined_B = B.new_zeros(E, matrices * rows, R, dtype=torch.bfloat16)
-    for part in parts:
-        A, B, scale = part.adapter
-        joined_A[:, part.ranks, :K] = A
-        part.of(joined_B).copy_((B * scale).unflatten(1, (each, -1)))
-    return GemmLora(joined_A, joined_B, parts)
+    joined_B = B.new_zeros(E, len(adapters) * each * rows, R, dtype=torch.bfloat16)
+    joined = GemmLora(joined_A, joined_B, adapters, each)
+    for _, adapter, a, b in joined.parts(joined_A, joined_B):
+        a.copy_(adapter.A)
+        b.copy_((adapter.B * adapter.scale).unflatten(1, (each, -1)))
+    return joined
