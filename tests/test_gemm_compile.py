@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titan_fp8moe.kernels.gemm import grouped_mm as gemms
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import E8M0, FP8, SCALE_BITS, TILE
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -56,15 +56,16 @@ def check(name, function, *args):
 
 
 @pytest.mark.parametrize(("model", "dtype"), MODELS_AND_DTYPES)
-def test_grouped_mm(model, kernels, dtype):
+@pytest.mark.parametrize("scales", SCALE_BITS)
+def test_grouped_mm(model, kernels, dtype, scales):
     M, E, D, H = MODELS[model]
     sizes = {"forward 1": (2 * H, D), "forward 2": (D, H), "dgrad 2": (H, D), "dgrad 1": (D, 2 * H)}
     for name in GEMMS[model]:
         N, K = sizes[name]
         a, a_scale = meta(M, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
-        b, b_scale = meta(E, N, K, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=E8M0)
+        b, b_scale = meta(E, N, K, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=scales)
         offsets_E = meta(E, dtype=torch.int32)
-        check(f"{model} {name} {dtype}", kernels.grouped_mm, a, a_scale, b, b_scale, offsets_E, dtype)
+        check(f"{model} {name} {dtype} {scales}", kernels.grouped_mm, a, a_scale, b, b_scale, offsets_E, dtype)
 
 
 @pytest.mark.parametrize(("model", "dtype"), MODELS_AND_DTYPES)

@@ -100,7 +100,7 @@ def test_grouped_mm_covers_every_tile_once(set_num_ctas, kind, E, N):
     offsets = Pointer(ends_of(blocks))
     seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
     expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
-    for tile in work_tiles(forward, offsets, N, K, E):
+    for tile in work_tiles(forward, offsets, N, K, E, 0):
         m, n, width = tile.row, tile.column, 1 + tile.is_wide
         assert n + TILE * width <= N
         seen[m // TILE, n // TILE : n // TILE + width] += 1

@@ -8,6 +8,9 @@ Three decisions free the recipe of double quantization (FP8-Flow-MoE, arXiv 2511
   (weights). A weight and its transpose therefore hold the same values.
 * A scale is stored as its biased exponent ``e + 127``, one ``float8_e8m0fnu`` byte.
 
+Frozen weights of published checkpoints may have blocks whose scales are fp32 or bf16 numbers. They are read as they
+are: a block keeps its scale when it is transposed, so only rows need powers of two.
+
 Shape suffixes::
 
     T  tokens of this rank           E  experts of this rank
@@ -42,6 +45,9 @@ from titan_fp8moe.spec import ExpertSpec
 
 FP8 = torch.float8_e4m3fn
 E8M0 = torch.float8_e8m0fnu
+SCALE_BITS = {E8M0: (torch.uint8, 23), torch.bfloat16: (torch.int16, 16), torch.float32: (torch.int32, 0)}
+"""By dtype of a weight's scales: integers of that size, and by how many bits these are shifted to be those of an fp32
+number."""
 SCALE_TILE = 128  # values of a row that share a scale; D and H are padded to multiples of it
 BLOCK = 128  # rows and columns of a weight, or of a transpose, that share a scale
 ROW_ALIGN = 128  # a group of rows in expert order is padded to a multiple of it, so that a tile has one expert
@@ -200,11 +206,14 @@ def quantize_weight(w_ENK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``q * scale`` in ``dtype``; a scale covers an equal, contiguous part of every dim (1x128 tile, 128x128 block)."""
-    factor = exp2(exponent(scale)).to(dtype)
+    """``q * scale`` in ``dtype``; a scale covers an equal, contiguous part of every dim (1x128 tile, 128x128 block).
+
+    It is exact with powers of two. Products with other scales are rounded.
+    """
+    factor = exp2(exponent(scale)).to(dtype) if scale.dtype == E8M0 else scale.float()
     for d in range(q.ndim):
         factor = factor.repeat_interleave(q.shape[d] // factor.shape[d], d)
-    return q.to(dtype) * factor
+    return (q.to(dtype) * factor).to(dtype)
 
 
 def dequantize_rows(q_MK: Tensor, scale: Tensor, offsets_E: Tensor) -> Tensor:
@@ -809,7 +818,7 @@ def grouped_mm(
 
     Args:
         a_MK: (M, K) e4m3 in expert order; a_scale: (M, K // 128) e8m0.
-        b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0.
+        b_ENK: (E, N, K) e4m3; b_scale: (E, N // 128, K // 128) e8m0, fp32 or bf16.
         offsets_E: (E,) int32, the end of each expert's group. Rows past the last are undefined.
         out_dtype: bf16 or fp32.
         columns: how many of the N columns to return, where the others are b's padding; by default all.

@@ -128,6 +128,20 @@ def test_transposed_weight_scales(kernels, generator):
     check(kernels, operands, offsets(128, 256, device=a.device), torch.float32)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_that_are_numbers(kernels, generator, dtype, transposed):
+    """A weight's fp32 or bf16 scales, also as a transposed view. Powers of two give the result of e8m0 bit for bit."""
+    a, a_scale, b, b_scale = make_operands(generator, 512, 384, 384, 2)
+    groups, powers = offsets(128, 384, device=a.device), recipe.exp2(recipe.exponent(b_scale))
+    scales = [b_scale, powers.to(dtype), (powers * (1 + randn(generator, *powers.shape).abs())).to(dtype)]
+    if transposed:
+        b = b.view(torch.uint8).transpose(1, 2).contiguous().view(recipe.FP8)
+        scales = [scale.transpose(1, 2) for scale in scales]
+    want, same, _ = (check(kernels, (a, a_scale, b, scale), groups, torch.float32) for scale in scales)
+    assert torch.equal(same[:384], want[:384])
+
+
 @pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
 def test_magnitudes(kernels, generator, magnitude):
     operands = make_operands(generator, 128, 128, 256, 1, magnitude)

@@ -15,7 +15,7 @@ from titan_fp8moe.kernels.gemm import hopper, launch
 from titan_fp8moe.kernels.gemm.compat import aggregate
 from titan_fp8moe.kernels.gemm.hopper import SLICE_LAYOUT, WORKER_REGISTERS, WORKER_WARPS, ScalePointers, WorkTile
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.recipe import GEMM_TILE
+from titan_fp8moe.recipe import GEMM_TILE, SCALE_BITS
 
 GROUP_SIZE_M = gl.constexpr(12)  # 132 CTAs on 12 x 11 tiles share both operands
 
@@ -41,6 +41,7 @@ class Problem:
     N: gl.constexpr
     K: gl.constexpr
     E: gl.constexpr
+    B_SHIFT: gl.constexpr
 
 
 @aggregate
@@ -54,6 +55,7 @@ class TileScheduler:
     num_tiles: gl.tensor
     NUM_K_BLOCKS: gl.constexpr
     TRANSPOSED: gl.constexpr
+    B_SHIFT: gl.constexpr
 
     @gluon.jit
     def create(problem):
@@ -64,7 +66,9 @@ class TileScheduler:
         if problem.N % 256 == 0:  # else there are narrow tiles among the last
             num_split = hopper.split_tail(num_tiles)
         num_whole = num_tiles - num_split
-        return TileScheduler(problem, num_rows, num_whole, num_split, num_tiles + num_split, problem.K // 128, False)
+        blocks: gl.constexpr = problem.K // 128
+        last = num_tiles + num_split
+        return TileScheduler(problem, num_rows, num_whole, num_split, last, blocks, False, problem.B_SHIFT)
 
     @gluon.jit
     def locate(self, index):
@@ -128,7 +132,7 @@ def grouped_mm_hopper_kernel(
     b_desc,  # (E * N, K) e4m3
     out_desc,  # (M, N)
     a_scale,  # (M, K // 128) bytes, fast when column-major
-    b_scale,  # (E, N // 128, K // 128) bytes
+    b_scale,  # (E, N // 128, K // 128) integers, of B_SHIFT
     offsets_E,
     tile_counter,
     a_scale_stride_m,
@@ -139,13 +143,14 @@ def grouped_mm_hopper_kernel(
     b_scale_stride_e: gl.constexpr,
     b_scale_stride_n: gl.constexpr,
     b_scale_stride_k: gl.constexpr,
+    B_SHIFT: gl.constexpr,
 ):
     """out[m] = a[m] @ b[expert of m]^T"""
     rings, output = hopper.allocate(a_desc, b_desc, out_desc)
     a_strides = (a_scale_stride_m, a_scale_stride_k)
     b_strides = (b_scale_stride_e, b_scale_stride_n, b_scale_stride_k)
     scales = (a_scale, a_strides, b_scale, b_strides)
-    problem = Problem(offsets_E, N, K, E)
+    problem = Problem(offsets_E, N, K, E, B_SHIFT)
     gl.warp_specialize(
         [
             (_consume, (rings, output, scales, problem, 0)),
@@ -165,8 +170,9 @@ def launch_forward(
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     grid = (launch.grid_size(M // GEMM_TILE * (N // GEMM_TILE), a_MK.device),)
     b_stride_e, b_stride_n, b_stride_k = b_scale.stride()
+    bits, b_shift = SCALE_BITS[b_scale.dtype]
     grouped_mm_hopper_kernel[grid](
-        launch.operand(a_MK), launch.operand(b_ENK), launch.result(out), a_scale, b_scale, offsets_E,
-        launch.tile_counter(a_MK.device), *a_scale.stride(), N=N, K=K, E=E, b_scale_stride_e=b_stride_e,
-        b_scale_stride_n=b_stride_n, b_scale_stride_k=b_stride_k, **hopper.LAUNCH_OPTIONS,
+        launch.operand(a_MK), launch.operand(b_ENK), launch.result(out), a_scale, b_scale.view(bits),
+        offsets_E, launch.tile_counter(a_MK.device), *a_scale.stride(), N=N, K=K, E=E, b_scale_stride_e=b_stride_e,
+        b_scale_stride_n=b_stride_n, b_scale_stride_k=b_stride_k, B_SHIFT=b_shift, **hopper.LAUNCH_OPTIONS,
     )  # fmt: skip

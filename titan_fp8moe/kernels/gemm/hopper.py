@@ -78,6 +78,7 @@ Narrow tiles run the same code with two slices.
 
 * ``num_tiles``: the number of work tiles.
 * ``TRANSPOSED``: whether the result is stored transposed.
+* ``B_SHIFT``: how far the bits of B's scales are shifted to be fp32 numbers; A's are exponents.
 * ``NUM_K_BLOCKS``: every tile's number of blocks; None where tiles differ or have none.
 * ``locate(index)``: the :class:`WorkTile` at an index.
 * ``scale_pointers(scales, tile, CONSUMER)``: the :class:`ScalePointers` of a tile's first block.
@@ -134,8 +135,8 @@ class ScalePointers(NamedTuple):
     b_step: gl.tensor  # to the next block
 
 
-class ScaleBytes(NamedTuple):
-    """Scales of a block: the consumer's 64 rows, and the tile's first and second 128 columns."""
+class ScaleBits(NamedTuple):
+    """Bits of the scales of a block, int32: the consumer's 64 rows, and the tile's first and second 128 columns."""
 
     a: gl.tensor
     b0: gl.tensor
@@ -358,7 +359,7 @@ class CurrentTile(NamedTuple):
     tile_index: gl.tensor  # num_tiles or more: there is no such tile
     tile: WorkTile
     pointers: ScalePointers
-    scale_bytes: ScaleBytes  # of its first block
+    scale_bits: ScaleBits  # of its first block
 
 
 @gluon.jit
@@ -377,23 +378,23 @@ def _look_up(consumer, iteration):
 
 
 @gluon.jit
-def _load_byte(pointer):
-    """Loads into a register of its own. Bytes would be packed together, which costs instructions in every block."""
+def _load_bits(pointer):
+    """Loads into an int32 register of its own. Bytes would be packed together: more instructions in every block."""
     return gl.load(pointer).to(gl.int32)
 
 
 @gluon.jit
 def _load_scales(pointers, is_wide):
-    a = _load_byte(pointers.a)
-    b0 = _load_byte(pointers.b)
+    a = _load_bits(pointers.a)
+    b0 = _load_bits(pointers.b)
     # A narrow tile may have no second 128 columns. It loads the first one's scale again.
-    return ScaleBytes(a, b0, _load_byte(pointers.b + pointers.b_half * is_wide.to(gl.int32)))
+    return ScaleBits(a, b0, _load_bits(pointers.b + pointers.b_half * is_wide.to(gl.int32)))
 
 
 @gluon.jit
-def _power_of_two(byte):
-    """fp32 2**(byte - 127): a scale byte is an fp32 exponent field."""
-    return (byte << 23).to(gl.float32, bitcast=True)
+def _factor(scale_bits, b, B_SHIFT: gl.constexpr):
+    """fp32 products of the rows' powers of two and a scale of B. A scale byte is an fp32 exponent field."""
+    return (scale_bits.a << 23).to(gl.float32, bitcast=True) * (b << B_SHIFT).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -419,7 +420,7 @@ def _start_next(consumer, block, partial):
 
 @gluon.jit
 def _promote(acc, partial, factor):
-    # The factor is a power of two: within fp32's range the product is exact, and only the sum rounds.
+    # Fused: only the sum rounds.
     acc += partial * factor[:, None]
     # This emits no instruction, but LLVM does not move volatile code. Without it these sums sink below the WGMMA that
     # overwrites ``partial``. LLVM then copies ``partial``, which takes more registers than there are.
@@ -468,7 +469,7 @@ def _store_zeros(consumer, tile):
 
 
 @gluon.jit
-def _compute_block(consumer, tile, block, scale_bytes, partials, accs, NUM_SLICES: gl.constexpr, IS_LAST: gl.constexpr):
+def _compute_block(consumer, tile, block, scale_bits, partials, accs, NUM_SLICES: gl.constexpr, IS_LAST: gl.constexpr):
     """Multiplies and promotes one block, whose slice 0 is in flight, and starts the next block's slice 0.
 
     In the last block of a tile it stores each slice as soon as it is complete, while the WGMMAs of the others run.
@@ -476,8 +477,8 @@ def _compute_block(consumer, tile, block, scale_bytes, partials, accs, NUM_SLICE
     p0, p1 = partials
     acc0, acc1, acc2, acc3 = accs
     # Rows of A have a scale each, 128 columns share one of B. So two slices share a factor.
-    factor0 = _power_of_two(scale_bytes.a) * _power_of_two(scale_bytes.b0)
-    factor1 = _power_of_two(scale_bytes.a) * _power_of_two(scale_bytes.b1)
+    factor0 = _factor(scale_bits, scale_bits.b0, consumer.scheduler.B_SHIFT)
+    factor1 = _factor(scale_bits, scale_bits.b1, consumer.scheduler.B_SHIFT)
     stage = _stage(block)
 
     # ptxas follows one WGMMA over the loop's back edge, not two. Slice 0 must be complete before slice 1 is started, or
@@ -535,7 +536,7 @@ def _compute_tile(consumer, current, num_k_blocks, iteration, block, partial, NU
     pointers = current.pointers
     a_pointers = pointers.a
     b_pointer = pointers.b
-    scale_bytes = current.scale_bytes
+    scale_bits = current.scale_bits
     # Accumulators are registers of their own, never a WGMMA's: the tensor cores would add up without scales, and with
     # about 14 bits.
     zero = gl.zeros([64, 64], gl.float32, SLICE_LAYOUT)
@@ -549,17 +550,17 @@ def _compute_tile(consumer, current, num_k_blocks, iteration, block, partial, NU
         b_pointer += pointers.b_step
         # Loaded a block ahead: a scale takes as long from memory as the block's product. Loads after the first WGMMA
         # were up to 4% slower. The last block has no next one, which would lie past the end of the scales.
-        next_a = _load_byte(a_pointers)
-        next_b0 = _load_byte(b_pointer)
+        next_a = _load_bits(a_pointers)
+        next_b0 = _load_bits(b_pointer)
         next_b1 = next_b0
         if NUM_SLICES == 4:
-            next_b1 = _load_byte(b_pointer + pointers.b_half)
-        partials, accs = _compute_block(consumer, current.tile, block, scale_bytes, partials, accs, NUM_SLICES, False)
-        scale_bytes = ScaleBytes(next_a, next_b0, next_b1)
+            next_b1 = _load_bits(b_pointer + pointers.b_half)
+        partials, accs = _compute_block(consumer, current.tile, block, scale_bits, partials, accs, NUM_SLICES, False)
+        scale_bits = ScaleBits(next_a, next_b0, next_b1)
         block += 1
     # The next tile's index and scales come from memory during this tile's last products, not between the tiles.
     following = _look_up(consumer, iteration)
-    partials, accs = _compute_block(consumer, current.tile, block, scale_bytes, partials, accs, NUM_SLICES, True)
+    partials, accs = _compute_block(consumer, current.tile, block, scale_bits, partials, accs, NUM_SLICES, True)
     return block + 1, partials[0], following  # partials[1] is promoted
 
 

@@ -5,16 +5,17 @@ These are not tuned for other GPUs: they have run on sm_90 only. CI also compile
 registers, and for sm_100 and sm_120.
 
 **Loop.** Both kernels have the same shape. A persistent CTA walks over 128x128 output tiles. For each block of 128
-along the contraction dim, TMA loads two 128x128 fp8 tiles into shared memory. Their product, times a power of two, is
+along the contraction dim, TMA loads two 128x128 fp8 tiles into shared memory. Their product, times their scales, is
 added to an fp32 accumulator in registers. This promotion applies the scales and keeps the precision: Hopper's tensor
 cores sum fp8 products with about 14 bits.
 
 **Experts.** Every expert's group is a multiple of 128 rows, so a tile of rows belongs to one expert. The kernel reads
 which one from the group ends in device memory. The CPU need not know how many rows an expert has.
 
-**Range.** A product's factor, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149. A factor that underflows
-belongs to a result below the smallest normal number. It overflows, to Inf, only where the largest values of the two
-tiles have a product beyond fp32. Indices are int32: fewer than 2**31 rows, and fewer than 2**31 scales per operand.
+**Range.** A product's factor, 2**(e_a + e_b), is an fp32 number, exact down to 2**-149. With an fp32 scale of b it is
+exact where it is a normal number. A factor that underflows belongs to a result below the smallest normal number. It
+overflows, to Inf, only where the largest values of the two tiles have a product beyond fp32. Indices are int32: fewer
+than 2**31 rows, and fewer than 2**31 scales per operand.
 """
 
 import torch
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_fp8moe.recipe import GEMM_TILE
+from titan_fp8moe.recipe import GEMM_TILE, SCALE_BITS
 
 # Rows of tiles in a swizzle group. CTAs that run at the same time then share both operands in L2: 132 CTAs on 8 rows of
 # tiles read 8 + 17 strips.
@@ -34,9 +35,9 @@ TILES = [GEMM_TILE, GEMM_TILE]
 
 
 @triton.jit
-def _power_of_two(byte):
-    """fp32 2**(byte - 127): a scale byte is an fp32 exponent field."""
-    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+def _scale(bits, SHIFT: tl.constexpr):
+    """A scale as fp32: a byte is its exponent field, other integers are its first bits."""
+    return (bits.to(tl.int32) << SHIFT).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def grouped_mm_kernel(
     b_desc,  # (E * N, K) e4m3
     out_desc,  # (M, N)
     a_scale,  # (M, K // 128) bytes, fast when column-major
-    b_scale,  # (E, N // 128, K // 128) bytes
+    b_scale,  # (E, N // 128, K // 128) integers, of B_SHIFT
     offsets_E,
     a_scale_stride_m,
     a_scale_stride_k,
@@ -76,6 +77,7 @@ def grouped_mm_kernel(
     K: tl.constexpr,
     E: tl.constexpr,
     E_POW2: tl.constexpr,
+    B_SHIFT: tl.constexpr,
     TILE: tl.constexpr,
     GROUP_SIZE_M: tl.constexpr,
 ):
@@ -95,11 +97,11 @@ def grouped_mm_kernel(
         for k in range(K // TILE):
             # Scales are loaded before the product and used after it, which hides their latency.
             a_byte = tl.load(a_scale_ptrs + k * a_scale_stride_k)
-            b_byte = tl.load(b_scale_ptr + k * b_scale_stride_k)
+            b_bits = tl.load(b_scale_ptr + k * b_scale_stride_k)
             a = a_desc.load([m, k * TILE])
             b = b_desc.load([expert * N + n, k * TILE])
             product = tl.dot(a, b.T)
-            acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))[:, None]
+            acc += product * (_scale(a_byte, 23) * _scale(b_bits, B_SHIFT))[:, None]
         out_desc.store([m, n], acc.to(out_desc.dtype))
 
 
@@ -144,7 +146,7 @@ def grouped_mm_wgrad_kernel(
             a = a_desc.load([n, block * TILE])
             b = b_desc.load([k, block * TILE])
             product = tl.dot(a, b.T)
-            acc += product * (_power_of_two(a_byte) * _power_of_two(b_byte))
+            acc += product * (_scale(a_byte, 23) * _scale(b_byte, 23))
         # An expert without rows gets its zeros here. Rows and columns past the result's last are dropped.
         if PARTS is None:
             out_desc.store([expert, n, k], tl.reshape(acc.to(out_desc.dtype), (1, TILE, TILE)))
@@ -169,10 +171,11 @@ def launch_forward(a_MK, a_scale, b_ENK, b_scale, offsets_E, out):
     (M, K), (E, N, _) = a_MK.shape, b_ENK.shape
     # The grid covers the whole buffer. Only the device knows how many of its rows are in use.
     grid = (_grid_size(M // GEMM_TILE * (N // GEMM_TILE), a_MK.device),)
+    bits, b_shift = SCALE_BITS[b_scale.dtype]
     grouped_mm_kernel[grid](
-        _tiles(a_MK), _tiles(b_ENK.view(E * N, K)), _tiles(out), a_scale.view(torch.uint8), b_scale.view(torch.uint8),
+        _tiles(a_MK), _tiles(b_ENK.view(E * N, K)), _tiles(out), a_scale.view(torch.uint8), b_scale.view(bits),
         offsets_E, *a_scale.stride(), *b_scale.stride(), N=N, K=K, E=E, E_POW2=triton.next_power_of_2(E),
-        TILE=GEMM_TILE, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=8, num_stages=STAGES,
+        B_SHIFT=b_shift, TILE=GEMM_TILE, GROUP_SIZE_M=GROUP_SIZE_M, num_warps=8, num_stages=STAGES,
         enable_fp_fusion=True,  # as launch.Kernel
     )  # fmt: skip
 

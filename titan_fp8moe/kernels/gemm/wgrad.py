@@ -47,6 +47,7 @@ class TileScheduler:
     first_expert: gl.tensor  # of two
     NUM_K_BLOCKS: gl.constexpr
     TRANSPOSED: gl.constexpr
+    B_SHIFT: gl.constexpr
 
     @gluon.jit
     def create(problem):
@@ -64,7 +65,7 @@ class TileScheduler:
             # The first end is the first group's rows, the second end that of both.
             first = gl.where(2 * gl.load(offsets_E) < gl.load(offsets_E + 1), 1, 0)
         num_whole = num_tiles - num_split
-        return TileScheduler(problem, num_whole, num_split, num_tiles + num_split, first, None, problem.TRANSPOSED)
+        return TileScheduler(problem, num_whole, num_split, num_tiles + num_split, first, None, problem.TRANSPOSED, 23)
 
     @gluon.jit
     def locate(self, index):
