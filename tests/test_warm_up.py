@@ -105,11 +105,12 @@ def test_frozen_weights_have_no_weight_gradients(weights, shared):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["gate and up in one", "apart"])
-def test_weights_that_are_quantized_and_padded(fused):
-    """D is 192 and H 80; stored weights have 256 and 128."""
+@pytest.mark.parametrize("scales", recipe.SCALE_BITS)
+def test_weights_that_are_quantized_and_padded(fused, scales):
+    """D is 192 and H 80; stored weights have 256 and 128. Their GEMMs are those for their scales; none is quantized."""
 
     def stored(N: int, K: int) -> list[torch.Tensor]:
-        scale = torch.empty(E, N // 128, K // 128, dtype=torch.float8_e8m0fnu)
+        scale = torch.empty(E, N // 128, K // 128, dtype=scales)
         return [torch.empty(E, N, K, dtype=torch.float8_e4m3fn), scale]
 
     up = [None, None] if fused else stored(128, 256)
@@ -119,8 +120,12 @@ def test_weights_that_are_quantized_and_padded(fused):
     layer = LayerSpec(config.route(None), SWIGLU, config.backward._replace(weights="frozen"), "", True)
     x, ids = torch.empty(T, 192, dtype=torch.bfloat16), torch.empty(T, K, dtype=torch.int64)
     run = functools.partial(on_meta.experts, experts._on_meta, x, ids, None, weights, [], layer)
-    found = names(warm_up.recorded(run))
+    launches = warm_up.recorded(run)
+    found = names(launches)
     assert "grouped_mm_hopper_kernel" in found and "wgrad_hopper_kernel" not in found
+    assert "_join_weight_kernel" in found and "_quantize_weight_kernel" not in found
+    shifts = {constants["B_SHIFT"] for _, _, constants in launches if "B_SHIFT" in constants}
+    assert shifts == {recipe.SCALE_BITS[scales][1]}
 
 
 def test_the_first_op_compiles_shared_experts_whose_tokens_travel(monkeypatch):

@@ -31,7 +31,7 @@ from titan_fp8moe.config import CACHE, RECIPE, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.layer.operands import Layouts, add_cache, own_cache, tensor_key
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
-from titan_fp8moe.ops import Fp8Weight, scale_exponents
+from titan_fp8moe.ops import Fp8Weight, block_scales
 from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import compat, preflight
@@ -67,8 +67,8 @@ def register(
             checkpointing use ``recompute="none"``. Frozen experts are quantized once for good, in 1 byte per parameter.
         unsupported: what experts do that it does not serve. ``error`` raises ValueError in their forward. ``keep``
             leaves them on Transformers' ``grouped_mm`` and warns once for each reason.
-        scales: of experts that a checkpoint stores in FP8, what to do with scales that are no powers of two; see
-            :meth:`titan_fp8moe.Fp8Weight.of_blocks`. ``round`` replaces weights and scales in the model, once.
+        scales: of experts that a checkpoint stores in FP8: ``exact`` reads weights and scales as they are, ``round``
+            replaces them in the model, once; see :meth:`titan_fp8moe.Fp8Weight.of_blocks`.
 
     Raises:
         ValueError: for a setting that has no effect here, and for a GPU without kernels.
@@ -232,10 +232,11 @@ def _experts_forward(
     weights: ExpertWeights[Any] = ExpertWeights(w1, down)
     frozen, cache = stored or are_frozen(weights), None
     if stored:
-        _check_scales(experts, scales)
+        if scales == "round":
+            _round_scales(experts)
         weights = ExpertWeights(
-            Fp8Weight(w1, scale_exponents(getattr(experts, f"{first}_scale_inv"))),
-            Fp8Weight(experts.down_proj, scale_exponents(experts.down_proj_scale_inv)),
+            Fp8Weight(w1, block_scales(getattr(experts, f"{first}_scale_inv"))),
+            Fp8Weight(experts.down_proj, block_scales(experts.down_proj_scale_inv)),
         )
     elif frozen or config.cache_weights:
         layouts = config.kept_layouts
@@ -263,18 +264,17 @@ def _add_cache(experts: Any, layouts: Layouts) -> None:
 
 
 @torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
-def _check_scales(experts: Any, scales: Literal["exact", "round"]) -> None:
-    """Refuses scales that are no powers of two, or replaces weights and scales by rounded ones."""
+def _round_scales(experts: Any) -> None:
+    """Replaces weights and scales by those with powers of two, once."""
     pairs = [(getattr(experts, name), getattr(experts, f"{name}_scale_inv")) for name in (_first(experts), "down_proj")]
-    key = [tensor_key(t) for pair in pairs for t in pair]
-    if vars(experts).get("fp8_flow_checked") == key:
+    if vars(experts).get("fp8_flow_rounded") == [tensor_key(t) for pair in pairs for t in pair]:
         return
     for q, scale in pairs:
-        weight = Fp8Weight.of_blocks(q, scale.to(q.device), scales=scales)
+        weight = Fp8Weight.of_blocks(q, scale.to(q.device), scales="round")
         if weight.q.data_ptr() != q.data_ptr():
             q.detach().view(torch.uint8).copy_(weight.q.view(torch.uint8))
             scale.data.copy_(exp2(exponent(weight.scale)))
-    experts.fp8_flow_checked = key
+    experts.fp8_flow_rounded = [tensor_key(t) for pair in pairs for t in pair]
 
 
 def _why_not(experts: Any) -> str | None:

@@ -47,7 +47,7 @@ def exported(
         fp32: whether an fp32 tensor stays so, instead of becoming bf16.
     """
     if precision is None:
-        stays = not value.is_floating_point() or (fp32 and value.dtype == torch.float32)
+        stays = not value.is_floating_point() or value.itemsize == 1 or (fp32 and value.dtype == torch.float32)
         return {name: (value if stays else value.bfloat16()).contiguous()}
     N, K = value.shape
     q_1NK, scale = quantize(value.to(precision).unsqueeze(0))

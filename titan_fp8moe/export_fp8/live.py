@@ -36,8 +36,9 @@ def fp8_tensors(
     """Yields a model's tensors in DeepSeek's format, by Hugging Face's names and on their device.
 
     Matrices that training multiplies in FP8 become e4m3 values with ``weight_scale_inv``, everything else bf16. Fp32
-    tensors of a bf16 model, such as routers, stay fp32. What keeps its dtype is the model's own memory: do not write to
-    it, and send a bucket before you train on. Under FSDP and expert parallelism all ranks iterate together.
+    tensors of a bf16 model, such as routers, stay fp32. FP8 weights that Transformers has loaded leave as they came,
+    with their scales. What keeps its dtype is the model's own memory: do not write to it, and send a bucket before you
+    train on. Under FSDP and expert parallelism all ranks iterate together.
 
     Args:
         model: of Transformers, or of torchtitan with ``adapter``; also compiled or in DDP.
@@ -53,8 +54,8 @@ def fp8_tensors(
             experts are not communicated. Other tensors come on every rank.
 
     Raises:
-        ValueError: for matrices with a NaN or Inf, weights that are FP8 already, adapters that are not merged, tied
-            weights that differ, or settings that do not fit.
+        ValueError: for matrices with a NaN or Inf, ``Fp8RoutedExperts``, adapters that are not merged, tied weights
+            that differ, or settings that do not fit.
     """
     while (inner := model.module if isinstance(model, _DDP) else getattr(model, "_orig_mod", None)) is not None:
         model = cast(nn.Module, inner)
@@ -72,12 +73,14 @@ def fp8_tensors(
     def tensors() -> Iterator[dict[str, Tensor]]:
         found = quantize is None and decides
         for key, value in state.items():
-            if value.dtype == FP8 or (value.dtype == torch.uint8 and key in fp8):  # Fp8RoutedExperts' bytes
+            if value.dtype == torch.uint8 and key in fp8:  # Fp8RoutedExperts' bytes
                 raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
+            stored = value.dtype == FP8
+            found |= stored
             for name, part in _parts(key, value, to_hf, gather):
                 precision = None
                 chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
-                if chosen and is_matrix(name, part):
+                if chosen and not stored and is_matrix(name, part):
                     precision, found = quantized_from or _own_precision(name, value), True
                 yield exported(name, part, precision, ops.quantize_weight, stays_fp32(name))
         if not found:

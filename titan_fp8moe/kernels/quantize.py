@@ -461,8 +461,8 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
     """CTA (k_block, out_block, e) copies one 128x128 block of quantized weights into one or both layouts.
 
     w: (E, blocks * 128, K) and last_w: (E, N - blocks * 128, K) uint8, contiguous, concatenated along N.
-    w_scale, last_scale: one byte per block.
-    q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128) uint8.
+    w_scale, last_scale: one number per block.
+    q: (E, N, K) or None; q_t: (E, K, N) or None; scale: (E, N // 128, K // 128).
     """
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     n_block = out_block
@@ -479,8 +479,8 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
             tl.store(q + e * N * K + (row + j) * K + k[None, :], rows[j])
     if q_t is not None:
         store_words(q_t, _words_of_bytes(join_four(rows)), e * K + k[:, None], N, out_block, TILE)
-    byte = tl.load(w_scale + (e * blocks + n_block) * (K // TILE) + k_block)
-    tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte)
+    number = tl.load(w_scale + (e * blocks + n_block) * (K // TILE) + k_block)
+    tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, number)
 
 
 def join_weight(w, w_scale, last_w, last_scale, plain, transposed):
@@ -488,7 +488,7 @@ def join_weight(w, w_scale, last_w, last_scale, plain, transposed):
     weights, scales = [w] if last_w is None else [w, last_w], [w_scale] if last_scale is None else [w_scale, last_scale]
     E, _, K = w.shape
     N = sum(w.shape[1] for w in weights)
-    q, q_t, scale = empty_weight(w, E, N, K, plain, transposed)
+    q, q_t, scale = empty_weight(w, E, N, K, plain, transposed, w_scale.dtype)
     weights, scales = [w.contiguous().view(torch.uint8) for w in weights], [s.contiguous() for s in scales]
     _join_weight_kernel[(K // BLOCK, N // BLOCK, E)](
         weights[0], scales[0], weights[0].shape[1] // BLOCK, weights[-1], scales[-1],

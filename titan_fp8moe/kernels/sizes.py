@@ -30,9 +30,11 @@ def empty_rows(like: Tensor, M: int, D: int, there: bool = True) -> tuple[Tensor
     return q, torch.empty_strided((M, D // SCALE_TILE), (1, M), dtype=E8M0, device=device)
 
 
-def empty_weight(like: Tensor, E: int, N: int, K: int, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+def empty_weight(
+    like: Tensor, E: int, N: int, K: int, plain: bool, transposed: bool, scales: torch.dtype = E8M0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialized results of :func:`titan_fp8moe.kernels.quantize.quantize_weight`."""
     device = like.device
     q = torch.empty(*((E, N, K) if plain else (0,)), dtype=FP8, device=device)
     q_t = torch.empty(*((E, K, N) if transposed else (0,)), dtype=FP8, device=device)
-    return q, q_t, torch.empty(E, N // BLOCK, K // BLOCK, dtype=E8M0, device=device)
+    return q, q_t, torch.empty(E, N // BLOCK, K // BLOCK, dtype=scales, device=device)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STEP, padded
+from titan_fp8moe.recipe import BLOCK, FP8, SCALE_BITS, STEP, padded
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -111,11 +111,11 @@ def _check_stored(weights: ExpertWeights[Any]) -> None:
             continue
         blocks = w.shape[0], *(size // BLOCK for size in w.shape[1:])
         sizes = w.shape[1] % BLOCK == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
-        if not sizes or (w.q.dtype, w.scale.dtype) != (FP8, E8M0):
+        if not sizes or w.q.dtype != FP8 or w.scale.dtype not in SCALE_BITS:
             raise ValueError(
-                f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with e8m0 scales (E, N // 128, "
-                f"K // 128); got {tuple(w.shape)} {w.dtype} and {tuple(w.scale.shape)} {w.scale.dtype}; "
-                "Fp8Weight.of_blocks converts DeepSeek's format"
+                f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with scales (E, N // 128, "
+                f"K // 128) in e8m0, fp32 or bf16; got {tuple(w.shape)} {w.dtype} and {tuple(w.scale.shape)} "
+                f"{w.scale.dtype}; Fp8Weight.of_blocks converts DeepSeek's format"
             )
         if torch.is_grad_enabled() and (w.q.requires_grad or w.scale.requires_grad):
             raise ValueError(

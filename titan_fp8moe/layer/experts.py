@@ -103,7 +103,8 @@ def _routed_experts_forward(
     """The output (T, D), and :class:`Saved`. ``needs_grad``: whether x or the scores need gradients."""
     spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[X]
     shapes = [cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1])]
-    if warm_up.is_due(kind := (layer, *shapes), x_TD):
+    scales = [cast(Tensor, w).dtype for w in weights[3:4]]  # of weights that are stored in FP8
+    if warm_up.is_due(kind := (layer, *shapes, *scales), x_TD):
         tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
         run = functools.partial(on_meta.experts, _on_meta, *tensors, spec)
         warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
@@ -392,4 +393,7 @@ def run_experts(inputs: Sequence[Any], call: Call) -> Tensor:
 
 def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:
     """A layer's output, as :func:`titan_fp8moe.layer.run.run_layer` computes it, for its kernels alone."""
-    return run_experts(inputs.flatten(), Call(spec, None, None, None))
+    stored = inputs.weights if isinstance(inputs.weights.w1, Fp8Weight) else None
+    if stored is not None:
+        inputs = inputs._replace(weights=NO_WEIGHTS)
+    return run_experts(inputs.flatten(), Call(spec, None, None, stored))

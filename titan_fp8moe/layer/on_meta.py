@@ -57,9 +57,14 @@ def experts(
     """Calls ``run`` with tensors like the op's."""
     D, fp32 = x_TD.shape[1], dict[str, Any](dtype=torch.float32, device="meta", requires_grad=True)
     biases, shared_scores, trained = None, None, spec.backward.weights != "frozen"
-    routed = _weights(weights, D, trained)
+    if stored := len(weights) == 2 * len(ExpertWeights._fields):  # in FP8: values and scales
+        trained = False
+        on_meta = [None if t is None else torch.empty_like(t, device="meta") for t in weights]
+        routed = ExpertWeights.unpack(on_meta)
+    else:
+        routed = _weights(weights, D, trained)
     if spec.expert.biased:
-        (E, rows, _), dtype = routed.w1.shape, routed.w1.dtype
+        (E, rows, _), dtype = routed.w1.shape, torch.bfloat16 if stored else routed.w1.dtype
         b1, b2 = (torch.empty(E, n, dtype=dtype, device="meta", requires_grad=True) for n in (rows, D))
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
     if spec.shared_scored:

@@ -23,7 +23,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, local_of, mesh_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import E8M0, FP8
+from titan_fp8moe.recipe import FP8, SCALE_BITS
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -178,8 +178,13 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
                 with ``w3`` None are not copied; their H is a multiple of 128. Without a gate up is ``w1`` (E, H, D),
                 and ``w3`` None.
             config, ep_group, score_before_experts, activation, activation_parameters: as of :class:`RoutedExperts`.
+
+        Raises:
+            ValueError: for shapes or scales' dtypes that do not fit, or gate and up that were padded as one.
         """
         expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
+        if w3 is None and expert.gated and _are_padded_as_one(w1, w2):
+            raise ValueError("gate and up of this w1 were padded as one; pass them as w1 and w3, each padded by itself")
         w13 = w1 if w3 is None else ops.quantize_weight(w1, w3)
         return Fp8RoutedExperts(w13, w2, expert, Fp8FlowMoEConfig() if config is None else config, ep_group)
 
@@ -251,16 +256,21 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         return f"num_experts={experts}{ranks}, dim={dim}, hidden_dim={hidden_dim}, {bias}{self.config.describe()}"
 
 
+_SCALES = {bits: dtype for dtype, (bits, _) in SCALE_BITS.items()}
+
+
 class Fp8RoutedExperts(_RunsLayer):
     """The experts of one MoE layer, frozen and stored in FP8. Made by :meth:`RoutedExperts.from_fp8`. :meth:`add_lora`
     takes w1, gate and up in one, and w2.
 
-    Output and gradients of x and the scores equal those of experts with the dequantized weights. The parameters hold
-    bytes, so that casts such as ``.bfloat16()`` leave them alone, and PyTorch refuses a gradient of them. With
+    With scales that are powers of two, output and gradients of x and the scores equal those of experts with the
+    dequantized weights; other weights bf16 would round. The parameters hold integers, so that casts such as
+    ``.bfloat16()`` and mixed precision leave them alone, and PyTorch refuses a gradient of them. With
     ``ep_group`` they are this rank's, and so are those in its state dict.
 
     Attributes:
-        w13, w13_scale: gate and up (E, 2H, D) and (E, 2H // 128, D // 128) uint8, or up alone without a gate.
+        w13, w13_scale: gate and up (E, 2H, D) uint8 and (E, 2H // 128, D // 128), or up alone without a gate. Scales
+            are integers with the bits of their dtype: uint8 of e8m0, int16 of bf16, int32 of fp32.
         w2, w2_scale: down.
         fp8_host: set by :func:`titan_fp8moe.offload_experts`.
     """
@@ -284,8 +294,9 @@ class Fp8RoutedExperts(_RunsLayer):
         require_config(config, "experts stored in FP8", "recompute", "save_h", *TRANSPORT)
         self.expert, self.config, self.ep_group = expert, config, ep_group
         for name, weight in (("w13", w13), ("w2", w2)):
-            for key, tensor in ((name, weight.q), (f"{name}_scale", weight.scale)):
-                self.register_parameter(key, nn.Parameter(tensor.detach().view(torch.uint8), requires_grad=False))
+            bits, _ = SCALE_BITS[weight.scale.dtype]
+            for key, tensor in ((name, weight.q.view(torch.uint8)), (f"{name}_scale", weight.scale.view(bits))):
+                self.register_parameter(key, nn.Parameter(tensor.detach(), requires_grad=False))
         self.register_load_state_dict_pre_hook(_check_stored)
 
     def fp8_matrices(self) -> list[str]:
@@ -296,10 +307,8 @@ class Fp8RoutedExperts(_RunsLayer):
 
     def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
         """Gate and up in one, and down."""
-        return (
-            Fp8Weight(self.w13.detach().view(FP8), self.w13_scale.detach().view(E8M0)),
-            Fp8Weight(self.w2.detach().view(FP8), self.w2_scale.detach().view(E8M0)),
-        )
+        w13_scale, w2_scale = (scale.detach().view(_SCALES[scale.dtype]) for scale in (self.w13_scale, self.w2_scale))
+        return Fp8Weight(self.w13.detach().view(FP8), w13_scale), Fp8Weight(self.w2.detach().view(FP8), w2_scale)
 
     def for_layer(self) -> Experts:
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
@@ -309,6 +318,12 @@ class Fp8RoutedExperts(_RunsLayer):
     def extra_repr(self) -> str:
         experts, dim, hidden_dim = self.w2.shape
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, stored in FP8, {self.config.describe()}"
+
+
+def _are_padded_as_one(w1: Fp8Weight, w2: Fp8Weight) -> bool:
+    """Whether w2 pads H and gate, w1's first half, has values in that place: up's, which would be read as gate's."""
+    last = slice(w2.shape[2] - STEP, w2.shape[2])
+    return bool(w1.q[:, last].view(torch.uint8).any() and not w2.q[:, :, last].view(torch.uint8).any())
 
 
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -338,9 +353,10 @@ def _check_stored(
     kinds of experts have a ``w2``, and ``strict=False`` passes over the names that differ."""
     for name, param in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
-        if isinstance(value, Tensor) and (
-            value.dtype == FP8 or (value.dtype == torch.uint8) != (param.dtype == torch.uint8)
-        ):
+        if not isinstance(value, Tensor):
+            continue
+        are_numbers = value.is_floating_point() and param.is_floating_point() and value.dtype != FP8
+        if not are_numbers and value.dtype != param.dtype:
             lists[-1].append(  # the errors
                 f"{prefix}{name} is {value.dtype}, and {type(module).__name__} keeps it as {param.dtype}; load weights "
                 "that are stored in FP8 by RoutedExperts.from_fp8, and others into RoutedExperts"

@@ -28,6 +28,7 @@ from titan_fp8moe.ops.permute import (
 )
 from titan_fp8moe.ops.quantize import (
     Fp8Weight,
+    block_scales,
     dequantize_rows,
     quantize_group,
     quantize_rows,
@@ -35,7 +36,6 @@ from titan_fp8moe.ops.quantize import (
     quantize_weight_transposed,
     quantize_weights,
     refresh_weight,
-    scale_exponents,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward, swiglu_quantize_op
 from titan_fp8moe.ops.transpose import transpose_pair

@@ -8,7 +8,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import quantize as kernels
 from titan_fp8moe.ops.backend import with_kernel
-from titan_fp8moe.recipe import BLOCK, E8M0, FP8
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_BITS
 
 quantize_rows = with_kernel(recipe.quantize_rows, kernels.quantize_rows)
 quantize_group = with_kernel(recipe.quantize_group, kernels.quantize_group)
@@ -23,7 +23,8 @@ class Fp8Weight(NamedTuple):
 
     Attributes:
         q: (E, N, K) e4m3, contiguous, N and K multiples of 128.
-        scale: (E, N // 128, K // 128) e8m0, the power of two of each 128x128 block.
+        scale: (E, N // 128, K // 128), a number for each 128x128 block: a power of two in e8m0, as :meth:`quantize`
+            makes it, or any in fp32 or bf16.
     """
 
     q: Tensor
@@ -41,11 +42,11 @@ class Fp8Weight(NamedTuple):
         Args:
             q: (E, N, K) e4m3, which is copied unless it is contiguous, and N and K are multiples of 128.
             scale: (E, ceil(N / 128), ceil(K / 128)) fp32 or bf16, or e8m0 exponents, also as their bytes in uint8.
-            scales: what to do with scales that are no powers of two. ``exact`` refuses them. ``round`` quantizes the
-                values anew, with one more rounding to e4m3 for values of such blocks.
+            scales: ``exact`` takes them as they are. ``round`` quantizes the values of scales in fp32 or bf16 anew, to
+                powers of two, with one more rounding to e4m3 where they were none.
 
         Raises:
-            ValueError: for other shapes or dtypes, and for such scales unless ``round``.
+            ValueError: for other shapes or dtypes.
         """
         sizes = [recipe.padded(size) for size in q.shape[1:]]
         if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // BLOCK for size in sizes)):
@@ -56,23 +57,19 @@ class Fp8Weight(NamedTuple):
         if sizes != [*q.shape[1:]]:
             padding = 0, sizes[1] - q.shape[2], 0, sizes[0] - q.shape[1]
             q = torch.nn.functional.pad(q.detach().view(torch.uint8), padding).view(FP8)
-        exponents = scale_exponents(scale)
-        if not scale.is_floating_point() or scale.dtype == E8M0 or _are_powers_of_two(scale):
-            return cls(q.detach().contiguous(), exponents)
-        if scales == "exact":
-            raise ValueError(
-                "the scales of these FP8 weights are no powers of two, but the recipe's are; let them be rounded with "
-                'scales="round", at one more rounding to e4m3, or load the weights dequantized to bf16'
-            )
-        rounded = cls(torch.empty_like(q, requires_grad=False), torch.empty_like(exponents))
+        weight = cls(q.detach().contiguous(), block_scales(scale))
+        if scales == "exact" or weight.scale.dtype == E8M0:
+            return weight
+        rounded = cls(torch.empty_like(weight.q), torch.empty_like(weight.scale, dtype=E8M0))
         for e in range(q.shape[0]):  # one expert's fp32 values at a time
-            values = q[e].detach().float() * scale[e].detach().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-            for kept, new in zip(rounded, cls.quantize(values.unsqueeze(0)), strict=True):
+            values = cls(*(t[e : e + 1] for t in weight)).dequantize(torch.float32)
+            for kept, new in zip(rounded, cls.quantize(values), strict=True):
                 kept[e].view(torch.uint8).copy_(new[0].view(torch.uint8))
         return rounded
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """The values; every one is a bf16 number."""
+        """The values. With powers of two every one is a bf16 number; with other scales bf16 rounds them, and fp32 in
+        its last bit."""
         return recipe.dequantize(self.q, self.scale, dtype)
 
     @property
@@ -88,27 +85,22 @@ class Fp8Weight(NamedTuple):
         return self.q.device
 
 
-def scale_exponents(scale: Tensor) -> Tensor:
-    """Block scales as e8m0, by their dtype: powers of two in fp32 or bf16, or exponents in e8m0 or uint8.
+def block_scales(scale: Tensor) -> Tensor:
+    """A checkpoint's block scales as the GEMMs read them, by their dtype: numbers in fp32 or bf16, or exponents in e8m0
+    or uint8.
 
     Raises:
         ValueError: for another dtype.
     """
     scale = scale.detach().contiguous()
-    if scale.dtype in (E8M0, torch.uint8):
+    if scale.dtype == torch.uint8:
         return scale.view(E8M0)
-    if scale.dtype not in (torch.float32, torch.bfloat16):
+    if scale.dtype not in SCALE_BITS:
         raise ValueError(
             f"the scales of FP8 weights are {scale.dtype}; pass numbers in fp32 or bf16, or e8m0 exponents in "
             "float8_e8m0fnu or uint8, one per block (int32 may hold one or four)"
         )
-    return (scale.float().view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
-
-
-def _are_powers_of_two(scale: Tensor) -> bool:
-    bits = scale.detach().float().view(torch.int32)
-    byte = bits >> 23
-    return bool(((bits & 0x7FFFFF == 0) & (byte >= 1) & (byte <= 254)).all())
+    return scale
 
 
 def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,10 +154,11 @@ def _join_weight(
     w: Tensor, w_scale: Tensor, last_w: Tensor | None, last_scale: Tensor | None, plain: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_quantize_weight`, of weights that are quantized."""
-    q, scale = w.view(torch.uint8), w_scale.view(torch.uint8)
+    bits, _ = SCALE_BITS[w_scale.dtype]
+    q, scale = w.view(torch.uint8), w_scale.view(bits)
     if last_w is not None and last_scale is not None:
-        q, scale = torch.cat([q, last_w.view(torch.uint8)], 1), torch.cat([scale, last_scale.view(torch.uint8)], 1)
-    q, scale = q.clone().view(FP8), scale.clone().view(E8M0)
+        q, scale = torch.cat([q, last_w.view(torch.uint8)], 1), torch.cat([scale, last_scale.view(bits)], 1)
+    q, scale = q.clone().view(FP8), scale.clone().view(w_scale.dtype)
     return q if plain else q.new_empty(0), q.transpose(1, 2).contiguous() if transposed else q.new_empty(0), scale
 
 
@@ -178,6 +171,9 @@ def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: 
     first, *others = weights
     if isinstance(first, Fp8Weight):
         last, last_scale = cast(Fp8Weight, others[0]) if others else (None, None)
+        if last_scale is not None and first.scale.dtype != last_scale.dtype:
+            dtypes = f"{first.scale.dtype} and {last_scale.dtype}"
+            raise ValueError(f"the scales of gate and up are {dtypes}; give both in one, such as scale.float()")
         return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
     recipe.check_values(first)
     return quantize_weights(cast(list[Tensor], list(weights)), plain, transposed)

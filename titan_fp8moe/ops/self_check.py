@@ -112,6 +112,10 @@ def _cases() -> Iterator[Case]:
         a = integers(M, D), recipe.column_major(scales(M, D // SCALE_TILE))
         b = integers(E, H, D), scales(E, H // BLOCK, D // BLOCK)
         yield Case(f"grouped_mm {dtype}", ops.grouped_mm, (*a, *b, offsets_E, dtype))
+        for numbers in (torch.float32, torch.bfloat16):
+            b_scale = 3 * recipe.exp2(recipe.exponent(b[1])).to(numbers)
+            args = *a, b[0], b_scale, offsets_E, dtype
+            yield Case(f"grouped_mm {dtype} with scales in {numbers}", ops.grouped_mm, args)
         a_t, b_t = ((integers(N, M), scales(N // BLOCK, M // BLOCK)) for N in (H, D))
         yield Case(f"grouped_mm_wgrad {dtype}", ops.grouped_mm_wgrad, (*a_t, *b_t, offsets_E, dtype))
         padded = *a_t, *b_t, offsets_E, dtype, 1, H - 48, D - 64, "joined"
@@ -135,6 +139,8 @@ def _quantization(randn: Callable[..., Tensor]) -> Iterator[Case]:
     quantized = [ops.Fp8Weight(*recipe.quantize_weight(w)) for w in weights]
     args = tuple(t for pair in quantized for t in pair)
     yield Case("join_weight", ops.quantize.join_weights, (*args, True, True))
+    numbers = tuple(t if t.dtype == FP8 else recipe.exp2(recipe.exponent(t)) for t in args)
+    yield Case("join_weight with scales in fp32", ops.quantize.join_weights, (*numbers, True, True))
 
     def both(*weights: Tensor) -> tuple[Tensor, ...]:
         q, q_t, scale = ops.quantize_weights([*weights], True, True)
