@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.layer import assert_equal
 from tests.patched import undone
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, offload_experts
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, offload_experts, recipe
 from titan_fp8moe.layer import host
 from titan_fp8moe.nn import offload
 from titan_fp8moe.nn.parallel import distributed_data_parallel
@@ -157,6 +157,8 @@ class Layers(nn.Module):
         for H in hidden:
             shapes = (E, 2 * H, dim), (E, dim, H)
             weights = [Fp8Weight.quantize(torch.randn(shape, device=device) * dim**-0.5) for shape in shapes]
+            if H == 384:  # a layer whose scales are numbers
+                weights = [Fp8Weight(q, 1.3 * recipe.exp2(recipe.exponent(scale))) for q, scale in weights]
             config = Fp8FlowMoEConfig(recompute=recompute)
             self.layers.append(RoutedExperts.from_fp8(*weights, config=config, **options))
         for experts in self.layers if lora else ():
