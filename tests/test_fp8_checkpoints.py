@@ -219,7 +219,7 @@ def test_the_module_keeps_bits_of_scales(dtype: torch.dtype):
     with refused(f"w2_scale is {ints}", "from_fp8", error=RuntimeError):
         powers.load_state_dict(state)
     w1, w2, w3 = weights
-    with refused("the scales of gate and up are", "give both in one"):
+    with refused("gate and up must share E, K and the dtype of scales"):
         routed_experts(x, w1, w2, Fp8Weight.quantize(w3.dequantize()), ids, scores)
 
 

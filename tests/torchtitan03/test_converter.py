@@ -293,6 +293,23 @@ def test_an_override_after_the_conversion_is_an_error(name: str, part: str):
         build(job)
 
 
+@pytest.mark.parametrize("name", ["layers.0.feed_forward", "layers.3.moe"])
+def test_an_override_of_a_whole_part_after_the_conversion_is_an_error(name: str):
+    """Of a dense FFN or a MoE layer, whose owner is torchtitan's: the first step finds it."""
+    job = by_registry()
+    convert(job)
+    model = job.model_spec.model
+    layer, part = model.layers[int(name.split(".")[1])], name.split(".")[2]
+    if part == "moe":
+        job.override.imports = [f"{__name__}.vendor_moe"]
+        apply_overrides(job.override, job)
+    else:
+        layer.feed_forward = derive(layer.feed_forward, FeedForward.Config)
+    metrics = SimpleNamespace(config=job.metrics, model_parts=[build(job)])
+    with pytest.raises(ValueError, match=rf"\w+ has replaced {name} after fp8_flow_moe had"):
+        Fp8FlowMetrics._watch(metrics)
+
+
 def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
     """FP8 would multiply by the weight, whatever else the linear does."""
     job = by_registry()

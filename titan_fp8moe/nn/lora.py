@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) of a module of experts; :mod:`titan_fp8moe.layer.lora` computes with them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ class AddsLora(nn.Module):
         for name, A in self.lora_A.items():
             weight, A, B = (local_of(t) for t in (getattr(self, name), A, self.lora_B[name]))
             for w, a, b in zip(weight, A, B, strict=True):  # an expert at a time, for memory
-                w.copy_(torch.addmm(w.float(), b.float(), a.float(), alpha=self.lora_scale))
+                w.copy_(torch.addmm(w.float(), b.float(), a.float(), alpha=cast(float, self.lora_scale)))
         del self.lora_A, self.lora_B
         self.lora_scale = None
 

@@ -23,7 +23,7 @@ from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, local_of, mesh_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import FP8, SCALE_BITS
+from titan_fp8moe.recipe import FP8, SCALE_BITS, STEP
 from titan_fp8moe.spec import ExpertSpec
 
 

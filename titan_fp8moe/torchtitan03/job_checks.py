@@ -52,10 +52,10 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
             f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; '
             'set training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share a node'
         )
-    if config.statistics_every and cuda_graphs:
+    if config.statistics_every and (cuda_graphs or type(job.compile) is not tt.CompileConfig):
         raise ValueError(
-            "fp8_flow_moe.statistics_every works outside of CUDA graphs; set training.disable_cuda_graphs = true, or "
-            "leave statistics_every out"
+            "fp8_flow_moe.statistics_every works outside of CUDA graphs, and of the graphs of trainers that compile "
+            "whole steps; set training.disable_cuda_graphs = true, or leave statistics_every out"
         )
     if config.fp8_all_gather and preflight.compiles_model(job):
         raise ValueError(

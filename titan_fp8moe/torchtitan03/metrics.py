@@ -10,6 +10,7 @@ from typing import Any
 
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.torchtitan03 import names as tt
+from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import uncompiled
 from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 from titan_fp8moe.trainer.plan import natural, plain_name
@@ -57,6 +58,13 @@ class Fp8FlowMetrics(tt.MetricsProcessor):
         names = sorted(self.config.watched, key=natural)
         flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
         here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
+        layers = [(name, modules[name]) for name in self.config.routed if name in modules]
+        for name, module in (*layers, *here.items()):
+            if not isinstance(module, Fp8FlowMoE) and not hasattr(type(module), "nan_flags"):
+                raise ValueError(
+                    f"{type(module).__qualname__} has replaced {name} after fp8_flow_moe had converted the model; "
+                    "apply that override before"
+                )
         return NanWatch(names, here, tt.utils.device_type, tt.logger)
 
     def _after_step(self) -> None:

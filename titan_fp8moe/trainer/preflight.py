@@ -140,6 +140,11 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
     """The settings that both releases have, without the parallel degrees and the model. ``validation`` is the name of
     the table that turns validation on."""
     training, parallelism = job.training, job.parallelism
+    if config.statistics_every and not (job.metrics.enable_tensorboard or job.metrics.enable_wandb):
+        raise ValueError(
+            f"fp8_flow_moe.statistics_every = {config.statistics_every}, but nothing logs the statistics; set "
+            "metrics.enable_tensorboard or metrics.enable_wandb, or set it to 0"
+        )
     if config.fp8_all_gather and training.enable_cpu_offload:
         raise ValueError(
             "fp8_flow_moe.fp8_all_gather quantizes shards where they are stored, but training.enable_cpu_offload "
