@@ -18,6 +18,12 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--layers", type=int, default=60, help="how many layers tests/test_any_layer.py draws")
+
+
+def pytest_generate_tests(metafunc):
+    if "drawn_layer" in metafunc.fixturenames:
+        metafunc.parametrize("drawn_layer", range(metafunc.config.getoption("--layers")))
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter exists

@@ -58,28 +58,6 @@ def assert_rows(got: list[Tensor], want: list[Tensor], tokens: Tensor) -> None:
         assert torch.equal(a, b[tokens]), name
 
 
-@DTYPES
-@pytest.mark.parametrize("tokens", [1, 128, 129, T], ids=lambda n: f"{n} tokens")
-def test_number_and_places_of_tokens(tokens: int, dtype: torch.dtype):
-    layer = make(dtype)
-    some = torch.randperm(T, device=DEVICE)[:tokens]
-    assert_rows(layer.of(some).step()[0], layer.step()[0], some)
-
-
-@DTYPES
-def test_other_tokens(dtype: torch.dtype):
-    """As large as can be, not a number, all to one expert, or padding without experts."""
-    layer, own = make(dtype), torch.arange(0, T, 3, device=DEVICE)
-    want, others = layer.step()[0], torch.ones(T, dtype=torch.bool, device=DEVICE)
-    others[own] = False
-    x, ids = layer.x.clone(), layer.ids.clone()
-    x[others] *= 1e30
-    x[others.nonzero()[0]] = float("nan")
-    ids[others] = 0
-    ids[others.nonzero()[5:9]] = -1
-    assert_rows([t[own] for t in layer._replace(x=x, ids=ids).step()[0]], want, own)
-
-
 def test_compiled():
     experts, (x, scores, ids, _) = RoutedExperts(E, D, H, device=DEVICE), make_layer()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
