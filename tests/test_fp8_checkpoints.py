@@ -202,12 +202,15 @@ def make_weights(dtype: torch.dtype) -> list[Fp8Weight]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_module_keeps_bits_of_scales(dtype: torch.dtype):
-    """Through casts and state dicts. It reads no scales of another dtype as its own."""
+    """Through casts, graphs and state dicts. It reads no scales of another dtype as its own."""
     weights, (x, ids, scores) = make_weights(dtype), make_inputs()
     experts = RoutedExperts.from_fp8(*weights)
     want = routed_experts(x, *weights, ids, scores)
     state, ints = experts.state_dict(), torch.int32 if dtype == torch.float32 else torch.int16
     assert torch.equal(experts.bfloat16()(x, ids, scores), want)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, ids, scores), want)
     assert_equal([state["w13_scale"].view(dtype)], [torch.cat([weights[0].scale, weights[2].scale], 1)])
     assert_equal([state["w2_scale"]], [weights[1].scale.view(ints)])
     assert_equal([w.scale for w in experts.weights()], [state["w13_scale"].view(dtype), weights[1].scale])

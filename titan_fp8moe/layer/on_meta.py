@@ -27,17 +27,14 @@ def like(tensor: Tensor | None) -> Tensor | None:
     )
 
 
-def _weights(packed: list[Tensor | None], D: int, trained: bool) -> ExpertWeights[Any]:
+def _weights(packed: list[Tensor | None], trained: bool) -> ExpertWeights[Any]:
     weights: ExpertWeights[Any] = ExpertWeights(*map(like, packed[: len(ExpertWeights._fields)]))
-    if weights.w1.shape[2] != D:  # quantized ones are padded
-        cut = weights.w1[:, :, :D], weights.w2[:, :D], None if weights.w3 is None else weights.w3[:, :, :D]
-        weights = ExpertWeights(*(None if w is None else w.contiguous() for w in cut))
     return ExpertWeights(*(None if w is None else w.detach().requires_grad_(trained) for w in weights))
 
 
-def _one_expert(packed: list[Tensor | None], D: int, trained: bool) -> ExpertWeights[Any]:
+def _one_expert(packed: list[Tensor | None], trained: bool) -> ExpertWeights[Any]:
     """The weights without their dim of one expert."""
-    weights = _weights(packed, D, trained)
+    weights = _weights(packed, trained)
     return ExpertWeights(*(None if w is None else w.detach()[0].requires_grad_(trained) for w in weights))
 
 
@@ -62,14 +59,14 @@ def experts(
         on_meta = [None if t is None else torch.empty_like(t, device="meta") for t in weights]
         routed = ExpertWeights.unpack(on_meta)
     else:
-        routed = _weights(weights, D, trained)
+        routed = _weights(weights, trained)
     if spec.expert.biased:
         (E, rows, _), dtype = routed.w1.shape, torch.bfloat16 if stored else routed.w1.dtype
         b1, b2 = (torch.empty(E, n, dtype=dtype, device="meta", requires_grad=True) for n in (rows, D))
         biases = Biases(b1, b2, None if routed.w3 is None else b1)
     if spec.shared_scored:
         shared_scores = torch.empty(x_TD.shape[0], **fp32)
-    shared = _one_expert(shared_weights, D, spec.shared == "trained") if shared_weights else NO_WEIGHTS
+    shared = _one_expert(shared_weights, spec.shared == "trained") if shared_weights else NO_WEIGHTS
     backward = spec.backward._replace(weights="trained" if trained else "frozen")
     spec = spec._replace(backward=backward, lora=None, kept=False, shared_kept=False)
     scores, flags = torch.empty(topk_ids_TK.shape, **fp32), like(nan_flags)
@@ -87,7 +84,7 @@ def ffn(
 ) -> None:
     """Calls ``run``, the autograd function, with tensors like the op's, whose weights have a dim of one expert."""
     trained = backward.weights == "trained"
-    matrices = _one_expert(weights, x_TD.shape[1], trained)
+    matrices = _one_expert(weights, trained)
     if matrices.w3 is None:  # quantized ones have gate and up in one
         w1, w3 = (w.detach().requires_grad_(trained) for w in matrices.w1.chunk(2))
         matrices = matrices._replace(w1=w1, w3=w3)

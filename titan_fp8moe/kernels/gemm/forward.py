@@ -7,6 +7,7 @@ The ends alone determine the order of the tiles, and every sum is formed in the 
 Results are therefore deterministic, and a row's result does not depend on the other rows.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -171,8 +172,9 @@ def launch_forward(
     grid = (launch.grid_size(M // GEMM_TILE * (N // GEMM_TILE), a_MK.device),)
     b_stride_e, b_stride_n, b_stride_k = b_scale.stride()
     bits, b_shift = SCALE_BITS[b_scale.dtype]
+    b_bits = b_scale if bits is torch.uint8 else b_scale.view(bits)  # of e8m0 Kernel does it, for less host time
     grouped_mm_hopper_kernel[grid](
-        launch.operand(a_MK), launch.operand(b_ENK), launch.result(out), a_scale, b_scale.view(bits),
+        launch.operand(a_MK), launch.operand(b_ENK), launch.result(out), a_scale, b_bits,
         offsets_E, launch.tile_counter(a_MK.device), *a_scale.stride(), N=N, K=K, E=E, b_scale_stride_e=b_stride_e,
         b_scale_stride_n=b_stride_n, b_scale_stride_k=b_stride_k, B_SHIFT=b_shift, **hopper.LAUNCH_OPTIONS,
     )  # fmt: skip
