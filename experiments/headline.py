@@ -1,9 +1,8 @@
-"""Draws the README's picture: tokens/s of whole models in bf16 and with this package.
+"""Draws the README's picture: tokens/s of the strongest bf16 and of this package.
 
     python -m experiments.headline experiments/throughput/results.json docs/headline.png
 
-A panel per model of :data:`experiments.tables.WHOLE`. The ratios are over the strongest bf16 that was measured; ours is
-the last bar.
+It has the rows of :data:`experiments.tables.HEADLINE`, whose ratios are over the strongest bf16 of the same invocation.
 """
 
 import io
@@ -11,44 +10,32 @@ import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from PIL import Image
 
 from experiments.records import script_parser
-from experiments.tables import BF16, PEERS, WHOLE, Records, beside_bf16, best, card, first
+from experiments.tables import Records, headline_runs
 
-LABEL, OURS, OTHERS = "FP8, titan_fp8moe", "#0072B2", "#B0B0B0"
-
-
-def bars(records: Records, name: str, shape: str) -> tuple[dict[str, float], dict]:
-    """Tokens/s by label, ours last, and a record of the state that ran them."""
-    found = beside_bf16(records, name, shape)
-    peers = {title: best(found, names) for title, names in PEERS.items() if names in BF16}
-    others = {title: found[peer]["reference_value"] for title, peer in peers.items() if peer}
-    run = first(found)
-    return others | {LABEL: run["value"]}, run
-
-
-def draw_bars(axis: Axes, title: str, found: dict[str, float], run: dict) -> None:
-    """One bar per variant, labelled with its value and its ratio to the strongest bf16's."""
-    values = [*found.values()]
-    axis.barh(range(len(values)), values, color=[OTHERS] * (len(values) - 1) + [OURS])
-    for i, length in enumerate(values):
-        axis.text(length, i, f" {length:,.0f} ({length / max(values[:-1]):.2f}x)", va="center", fontsize=10)
-    axis.set_yticks(range(len(values)), [*found], fontsize=10)
-    axis.invert_yaxis()
-    axis.set_xlim(0, 1.5 * max(values))
-    axis.set_xticks([])
-    axis.spines[["top", "right", "bottom"]].set_visible(False)
-    axis.tick_params(axis="y", length=0)
-    axis.set_title(f"{title}, tokens/s per GPU\ncommit {run['commit']}, {run['date']}", fontsize=10, loc="left")
+OURS, BF16 = "#0072B2", "#B0B0B0"
 
 
 def draw(records: Records, path: Path) -> None:
-    figure, axes = plt.subplots(1, len(WHOLE), figsize=(6.5 * len(WHOLE), 2.2), layout="constrained", squeeze=False)
-    for axis, (title, (name, shape, _)) in zip(axes[0], WHOLE.items(), strict=True):
-        found, run = bars(records, name, shape)
-        draw_bars(axis, f"{title}, {shape.rpartition(', ')[2].removesuffix(' GPUs')} {card(run)}s", found, run)
+    runs = [*headline_runs(records)]
+    figure, axis = plt.subplots(figsize=(9, 0.75 * len(runs) + 0.6), layout="constrained")
+    for i, (_, bf16, speed, _) in enumerate(runs):
+        ratio = f" ({speed['speedup']:.2f}x)" if bf16 == "fused" else ""
+        for value, at, color, label in (
+            (speed["reference_value"], i - 0.2, BF16, f"bf16, {bf16}"),
+            (speed["value"], i + 0.2, OURS, f"titan_fp8moe{ratio}"),
+        ):
+            axis.barh(at, value, 0.38, color=color)
+            axis.text(value, at, f" {value:,.0f}  {label}", va="center", fontsize=9)
+    axis.set_yticks(range(len(runs)), [title for title, *_ in runs], fontsize=10)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.5 * max(speed["value"] for _, _, speed, _ in runs))
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    axis.set_title("tokens/s per GPU", fontsize=10, loc="left")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=150)
     # 128 colours: a third of matplotlib's size.
