@@ -277,7 +277,7 @@ def never(*_: Any) -> None:
 BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no wait before a use": lambda patch: patch.setattr(Stream, "wait_for_copies", never),
     "no wait before overwriting": lambda patch: patch.setattr(Stream, "wait_for_reads", never),
-    "released too early": lambda patch: patch.setattr(host.HostLayer, "__exit__", never),
+    "released too early": lambda patch: patch.setattr(host.HostWeights, "__exit__", never),
     "one buffer": lambda patch: patch.setattr(host, "NUM_BUFFERS", 1),
 }
 
@@ -295,12 +295,13 @@ def test_that_faults_show(offloaded, monkeypatch: pytest.MonkeyPatch, broken: st
 
 
 def test_nothing_is_saved(offloaded):
-    """Autograd keeps neither a buffer, which will hold another layer, nor the host's memory."""
+    """Autograd keeps no values of a buffer, which will hold another layer, nor of the host's memory."""
     here, device = offloaded(Layers("none", lora=True))
     experts, saved = here.layers[0].fp8_host.experts, set()
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
+        if tensor.numel():
+            saved.add(tensor.untyped_storage().data_ptr())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), device:
@@ -379,14 +380,14 @@ def test_two_threads(monkeypatch: pytest.MonkeyPatch):
     """No thread takes a layer before another has read its own."""
     there, here = Layers(), Layers()
     offload_experts(here, "cpu")
-    take = host.HostLayer.take
+    take = host.HostWeights.on_device
 
     def take_slowly(*args: Any) -> Any:
         taken = take(*args)
         sleep(0.005)  # lets the other thread run
         return taken
 
-    monkeypatch.setattr(host.HostLayer, "take", take_slowly)
+    monkeypatch.setattr(host.HostWeights, "on_device", take_slowly)
     inputs = [make_inputs(), make_inputs()]
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(functools.partial(step, here), inputs)]

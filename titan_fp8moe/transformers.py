@@ -336,10 +336,8 @@ def _find_expert(experts: Any) -> None:
 
 def _compare(experts: Any) -> ExpertSpec | None:
     limit, alpha = (getattr(experts, name, getattr(experts, f"swiglu_{name}", None)) for name in ("limit", "alpha"))
-    caps: list[Any] = [
-        getattr(getattr(experts, "config", None), f"mlp_{name}_softcap", None) for name in ("gate", "up")
-    ]
-    act = getattr(experts, "act_fn", None)
+    act, config = getattr(experts, "act_fn", None), getattr(experts, "config", None)
+    caps: list[Any] = [getattr(config, f"mlp_{name}_softcap", None) for name in ("gate", "up")]
     if isinstance(act, nn.Module) and any(True for _ in act.parameters()):  # it may be trained
         return None
     if any(isinstance(value, Tensor) for value in (limit, alpha, *caps)):  # it may change

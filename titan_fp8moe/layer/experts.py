@@ -27,7 +27,6 @@ the routed experts, and their results join the same sums. They run while sums tr
 output's gradient travels in a backward. Weight gradients run while tokens' gradients travel.
 """
 
-import contextlib
 import functools
 import zlib
 from collections.abc import Sequence
@@ -51,7 +50,6 @@ from titan_fp8moe.layer.group import (
     group_weight_grads,
     matrix_grads,
 )
-from titan_fp8moe.layer.host import HostLayer, for_backward
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
 from titan_fp8moe.layer.operands import WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import (
@@ -279,16 +277,12 @@ def _signature(spec: LayerSpec, x_TD: Tensor, top_k: int, needs_grad: bool) -> i
 
 class Call(NamedTuple):
     """The arguments of the autograd function that autograd does not see. A cache is None where nothing is kept;
-    ``stored`` are weights that are stored in FP8, else None. ``host`` copies them from host memory, else None."""
+    ``stored`` are weights that are stored in FP8, else None."""
 
     spec: LayerSpec
     cache: WeightCache | None
     shared_cache: WeightCache | None
     stored: ExpertWeights[Fp8Weight] | None
-    host: HostLayer | None = None
-
-
-_ON_DEVICE = contextlib.nullcontext()
 
 
 class ExpertsFunction(torch.autograd.Function):
@@ -297,7 +291,7 @@ class ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         *tensors, call = args
-        spec, host = call.spec, call.host
+        spec = call.spec
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         weights, biases, adapters = call.stored or inputs.weights, list(inputs.biases or ()), list(inputs.adapters)
         ctx.copies = call.cache and copies_for(call.cache, weights, spec.expert)
@@ -305,36 +299,33 @@ class ExpertsFunction(torch.autograd.Function):
         spec = spec._replace(kept=ctx.copies is not None, shared_kept=ctx.shared_copies is not None)
         layer = encode(spec)
         needs_x, needs_scores, *_ = ctx.needs_input_grad
-        with host or _ON_DEVICE:
-            packed = _packed(ctx, spec, host.take(weights) if host else weights, inputs.shared)
+        with weights.held:
+            packed = _packed(ctx, spec, weights.on_device(), inputs.shared)
             out, *saved = _forward_op(
                 inputs.x, inputs.topk_scores, inputs.topk_ids, inputs.shared_scores, needs_x or needs_scores, *packed,
                 biases, adapters, inputs.nan_flags, layer,
             )  # fmt: skip
-        kept = [*weights] if call.stored is None else weights.pack()
-        if host:  # the buffer will hold other layers
-            kept = [*NO_WEIGHTS]
+        kept, ctx.weights = weights.for_backward()
         # FSDP refills the aliases' memory before the backward, so that it cannot quantize stale values.
         ctx.save_for_backward(*aliases((*kept, *inputs.shared, *biases, *adapters)), *saved)
         ctx.sizes, ctx.dim, ctx.x_dtype = (len(kept), len(biases), len(adapters)), inputs.x.shape[1], inputs.x.dtype
         # The flags are not saved: hooks of saved tensors may return copies.
-        ctx.nan_flags, ctx.host, ctx.in_host = inputs.nan_flags, host, host and for_backward(weights)
-        ctx.spec, ctx.layer = spec, layer
+        ctx.nan_flags, ctx.spec, ctx.layer = inputs.nan_flags, spec, layer
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):  # pyrefly: ignore[bad-override] # one gradient per argument
-        spec, layer, host, needs = ctx.spec, ctx.layer, ctx.host, list(ctx.needs_input_grad[:-1])
+        spec, layer, needs = ctx.spec, ctx.layer, list(ctx.needs_input_grad[:-1])
         needed = Inputs.of(needs, spec.expert.biased)
         saved, (num_weights, num_biases, num_adapters) = list(ctx.saved_tensors), ctx.sizes
         values, saved = saved[:num_weights], saved[num_weights:]
-        weights = ExpertWeights.unpack(values)
+        weights = ctx.weights or ExpertWeights.unpack(values)
         shared, saved = ExpertWeights(*saved[:3]), saved[3:]
         biases, saved = saved[:num_biases], saved[num_biases:]
         adapters, saved = saved[:num_adapters], saved[num_adapters:]
-        with host or _ON_DEVICE:
-            packed = _packed(ctx, spec, host.take(*ctx.in_host) if host else weights, shared)
+        with weights.held:
+            packed = _packed(ctx, spec, weights.on_device(), shared)
             parameters = *packed, biases, adapters
             halfway = _hidden_gradients_op(
                 dout, saved, needed.x, any(needed.biases or ()), *parameters, ctx.nan_flags, layer

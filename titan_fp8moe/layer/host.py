@@ -15,7 +15,7 @@ import contextlib
 import functools
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,24 +125,47 @@ class HostExperts:
         return buffer
 
 
-class HostWeight(Fp8Weight):
-    """A weight whose values are in host memory. Its scales are on the device."""
+class HostWeights(ExpertWeights[Fp8Weight]):
+    """A layer's w1 and w2, whose values are in host memory and whose scales are on the device. They are the context in
+    which :meth:`on_device` is read."""
+
+    layer: "HostLayer"
+    _buffer: _Buffer | None = None
 
     @property
-    def device(self) -> torch.device:
-        return self.scale.device
+    def held(self) -> "HostWeights":  # pyrefly: ignore[bad-override]
+        return self
+
+    def on_device(self) -> ExpertWeights[Fp8Weight]:
+        """The weights in a buffer, for the current stream."""
+        w1, w2, _ = self
+        experts, index = self.layer.experts, self.layer.index
+        values = experts.values[index] = [w1.q, w2.q]
+        self._buffer = experts.take(index)
+        q1, q2 = self._buffer.views(values)
+        return ExpertWeights(Fp8Weight(q1, w1.scale), Fp8Weight(q2, w2.scale))
+
+    def for_backward(self) -> tuple[list[Any], ExpertWeights[Fp8Weight] | None]:
+        """Autograd keeps parts without values, whose versions it checks. The buffer will hold other layers, and hooks
+        of saved tensors would copy the host's."""
+        aliases = self.layer.weights([Fp8Weight(w.q.detach(), w.scale.detach()) for w in self[:2]])
+        return [t[:0] for w in self[:2] for t in w], aliases
+
+    def __enter__(self) -> None:
+        self.layer.experts.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the reads, on the current stream."""
+        experts, buffer, self._buffer = self.layer.experts, self._buffer, None
+        if buffer is not None:
+            stream = experts.runtime.current_stream(experts.device)
+            stream.wait_event(buffer.free)  # readers on other streams
+            buffer.free.record(stream)
+        experts.lock.release()
 
 
 class HostLayer:
-    """One layer of :class:`HostExperts`, as its module keeps it. A copied or saved module has None instead.
-
-    It is the context in which an op reads what :meth:`take` has returned::
-
-        with layer:
-            run(layer.take(weights))
-    """
-
-    _buffer: _Buffer | None = None
+    """One layer of :class:`HostExperts`, as its module keeps it. A copied or saved module has None instead."""
 
     def __init__(self, experts: HostExperts, index: int):
         self.experts, self.index = experts, index
@@ -150,49 +173,10 @@ class HostLayer:
     def __reduce__(self) -> tuple:
         return type(None), ()
 
-    def weights(self, given: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    def weights(self, given: Sequence[Any]) -> HostWeights:
         """w1 and w2, as the module has them in host memory."""
-        w1, w2, _ = given
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export cannot copy experts from host memory; export before offload_experts")
-        return ExpertWeights(HostWeight(*w1), HostWeight(*w2))
-
-    def take(self, weights: ExpertWeights[HostWeight], key: list[tuple] | None = None) -> ExpertWeights[Fp8Weight]:
-        """The weights on the device, for the current stream. A backward gives them with their key, of
-        :func:`for_backward`.
-
-        Raises:
-            RuntimeError: they have been changed in place since.
-        """
-        w1, w2, _ = weights
-        if key is not None and key != _keys(w1, w2):
-            raise RuntimeError(
-                "experts in host memory have been modified by an inplace operation between a forward and its backward; "
-                "load or change them after the backward"
-            )
-        values = self.experts.values[self.index] = [w1.q, w2.q]
-        self._buffer = self.experts.take(self.index)
-        q1, q2 = self._buffer.views(values)
-        return ExpertWeights(Fp8Weight(q1, w1.scale), Fp8Weight(q2, w2.scale))
-
-    def __enter__(self) -> None:
-        self.experts.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the reads, on the current stream."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            stream = self.experts.runtime.current_stream(self.experts.device)
-            stream.wait_event(buffer.free)  # readers on other streams
-            buffer.free.record(stream)
-        self.experts.lock.release()
-
-
-def for_backward(weights: Any) -> tuple[ExpertWeights[HostWeight], list[tuple]]:
-    """Aliases of the weights, which autograd keeps of others too, and their key."""
-    w1, w2 = (HostWeight(w.q.detach(), w.scale.detach()) for w in weights[:2])
-    return ExpertWeights(w1, w2), _keys(w1, w2)
-
-
-def _keys(*weights: HostWeight) -> list[tuple]:
-    return [tensor_key(t) for w in weights for t in w]
+        weights = HostWeights(*given[:2])
+        weights.layer = self
+        return weights

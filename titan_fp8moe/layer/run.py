@@ -193,7 +193,7 @@ def run_layer(
         shared_scored=shared.scores is not None,
     )  # fmt: skip
     stored = weights if isinstance(weights.w1, Fp8Weight) else None
-    call = Call(spec, cache, shared.cache, stored, host)
+    call = Call(spec, cache, shared.cache, stored)
     inputs = Inputs(
         x_TD, topk_scores_TK.contiguous(), topk_ids_TK.contiguous(), nan_flags, shared.scores,
         weights if stored is None else NO_WEIGHTS, shared.weights, biases, lora_tensors,

@@ -1,5 +1,6 @@
 """The experts' weights and biases, as records. :mod:`titan_fp8moe.layer.operands` makes GEMM operands of them."""
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -31,6 +32,17 @@ class ExpertWeights(NamedTuple, Generic[W]):
     w1: W
     w2: W
     w3: W | None = None
+
+    held = contextlib.nullcontext()
+    """The context in which a layer reads the weights."""
+
+    def on_device(self) -> "ExpertWeights[W]":
+        """The weights as ops read them."""
+        return self
+
+    def for_backward(self) -> "tuple[list[Any], ExpertWeights[W] | None]":
+        """The tensors that autograd keeps, for :meth:`unpack`; or none, and weights that a backward reads anew."""
+        return (self.pack() if isinstance(self.w1, Fp8Weight) else [*self]), None
 
     @property
     def groups(self) -> tuple[tuple[W, ...], ...]:

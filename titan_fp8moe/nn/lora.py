@@ -56,9 +56,8 @@ class AddsLora(nn.Module):
         for name in (name for name in present if name in weights):
             weight = present[name]
             E, N, K = local_of(weight).shape
-            device = weight.scale.device if stored else weight.device  # the values may be in host memory
             for factors, shape in ((self.lora_A, (E, rank, K)), (self.lora_B, (E, N, rank))):
-                factor = torch.empty(shape, dtype=dtype, device=device)
+                factor = torch.empty(shape, dtype=dtype, device=weight.device)
                 if isinstance(weight, DTensor):
                     factor = spread(factor, weight.device_mesh)
                 factors[name] = nn.Parameter(factor)

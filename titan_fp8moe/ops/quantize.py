@@ -82,7 +82,8 @@ class Fp8Weight(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        return self.q.device
+        """Where it is used: an offloaded weight's values are in host memory, its scales are not."""
+        return self.scale.device
 
 
 def block_scales(scale: Tensor) -> Tensor:
