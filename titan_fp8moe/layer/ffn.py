@@ -67,7 +67,7 @@ class WeightGrads(NamedTuple):
     w13: Tensor | None = None
     w2: Tensor | None = None
 
-    def apart(self, weights: ExpertWeights[Any]) -> ExpertWeights[Any]:
+    def apart(self, weights: ExpertWeights) -> ExpertWeights:
         """One for each of the weights."""
         if self.w13 is None or weights.w3 is None:
             return ExpertWeights(cast(Any, self.w13), cast(Any, self.w2))
@@ -143,7 +143,7 @@ class FFN(NamedTuple):
         return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, dbias[0] if dbias else None)
 
     def weight_grads(
-        self, x: Rows, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights[Any]
+        self, x: Rows, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
     ) -> WeightGrads:
         """Gradients of the weights, in their dtype, bf16 or fp32.
 

@@ -80,13 +80,13 @@ def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Ro
 
 
 def group_weight_grads(
-    ffn: FFN, saved: SavedGroup, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights[Any]
+    ffn: FFN, saved: SavedGroup, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
 ) -> WeightGrads:
     """The second half of a backward, whose first made ``grads``."""
     return ffn.weight_grads(saved.rows.quantized, grads._replace(a=saved.a or grads.a), operands, needed)
 
 
-def matrix_grads(grads: WeightGrads, matrices: ExpertWeights[Any]) -> ExpertWeights[Any]:
+def matrix_grads(grads: WeightGrads, matrices: ExpertWeights) -> ExpertWeights:
     """Gradients of one expert's weights as those of its matrices."""
     return ExpertWeights(*(None if grad is None else grad.squeeze(0) for grad in grads.apart(matrices)))
 
@@ -270,7 +270,7 @@ _linear_op, _linear_backward_op = custom_op(_linear), custom_op(_linear_backward
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
-        weight: ExpertWeights[Any] = ExpertWeights(w.unsqueeze(0), None)
+        weight: ExpertWeights = ExpertWeights(w.unsqueeze(0), None)
         ctx.copies, ctx.frozen, ctx.wgrad = copies_for(cache, weight), frozen, config.wgrad
         ctx.nan_flags, ctx.x_dtype = nan_flags, x_TK.dtype
         y, q, scale, *saved = _linear_op(x_TK, pack_weights(weight, ctx.copies, frozen), nan_flags, dtype)

@@ -316,7 +316,7 @@ _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
 
 
-def copies_for(cache: WeightCache | None, weights: ExpertWeights[Any], expert: ExpertSpec = SWIGLU) -> Copies | None:
+def copies_for(cache: WeightCache | None, weights: ExpertWeights, expert: ExpertSpec = SWIGLU) -> Copies | None:
     """The cache's copies for these weights of experts; none without a cache, or for fake weights, such as those of
     torch.export: buffers are real."""
     if cache is None or isinstance(weights.w1, FakeTensor):
@@ -332,7 +332,7 @@ def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     return [t if t is None else t.detach() for t in tensors]
 
 
-def pack_weights(weights: ExpertWeights[Any], copies: Copies | None, frozen: bool) -> list[Tensor | None]:
+def pack_weights(weights: ExpertWeights, copies: Copies | None, frozen: bool) -> list[Tensor | None]:
     """Weights as an op takes them, of one or of several experts; a linear's is w1. The list holds
 
     * the weights; followed by the buffers of copies, if there are any;
@@ -344,7 +344,7 @@ def pack_weights(weights: ExpertWeights[Any], copies: Copies | None, frozen: boo
     if not isinstance(weights.w1, Fp8GatheredWeight):
         return weights.pack() if isinstance(weights.w1, Fp8Weight) else [*weights]
     stand_ins = (None if w is None else w.stand_in() for w in weights)
-    values: ExpertWeights[Any] = ExpertWeights(*(None if w is None else cast(Any, w).quantized for w in weights))
+    values = ExpertWeights(*(None if w is None else w.quantized for w in weights))
     return [*stand_ins, *values.pack()]
 
 
@@ -362,7 +362,7 @@ class WeightOperands:
     """
 
     def __init__(self, packed: list[Tensor | None], expert: ExpertSpec = SWIGLU):
-        self.like: ExpertWeights[Any] = ExpertWeights(*packed[:_COUNT])
+        self.like: ExpertWeights = ExpertWeights(*packed[:_COUNT])
         self.kept: list[KeptOperand] = []
         self.copies: Copies | None = None
         self.held: Any = _UNLOCKED

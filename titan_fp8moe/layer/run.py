@@ -42,7 +42,7 @@ class Experts(NamedTuple):
         host: copies weights stored in FP8 from host memory; None where they are on the device.
     """
 
-    weights: ExpertWeights[Any]
+    weights: ExpertWeights
     config: Fp8FlowMoEConfig
     ep_group: dist.ProcessGroup | None = None
     expert: ExpertSpec = ExpertSpec()
@@ -148,7 +148,7 @@ def routed_experts(
 
 
 def experts_of(
-    weights: ExpertWeights[Any], config: Fp8FlowMoEConfig | None, expert: ExpertSpec, biases: Any, lora: Lora | None
+    weights: ExpertWeights, config: Fp8FlowMoEConfig | None, expert: ExpertSpec, biases: Any, lora: Lora | None
 ) -> Experts:
     """The record of experts that are given as the tensors of :func:`routed_experts`. ``biases``: three, or Nones."""
     frozen = isinstance(weights.w1, Fp8Weight) or are_frozen(weights)

@@ -192,9 +192,9 @@ class Inputs(NamedTuple):
     topk_ids: Any = None
     nan_flags: Any = None
     shared_scores: Any = None
-    weights: ExpertWeights[Any] = NO_WEIGHTS
-    shared: ExpertWeights[Any] = NO_WEIGHTS
-    biases: Biases[Any] | None = None
+    weights: ExpertWeights = NO_WEIGHTS
+    shared: ExpertWeights = NO_WEIGHTS
+    biases: Biases | None = None
     adapters: Any = ()  # a sequence
 
     def flatten(self) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ class Gradients(NamedTuple):
     shared_scores: Tensor | None
     weights: WeightGrads
     shared: WeightGrads
-    biases: Biases[Any] | None
+    biases: Biases | None
     adapters: Any
 
 
@@ -256,6 +256,6 @@ def gradients_flags(needs: Inputs) -> Gradients:
     return Gradients(x, topk_scores, shared_scores, *of_weights, biases, tuple(adapters))
 
 
-def weight_grads_flags(needs: ExpertWeights[Any]) -> WeightGrads:
+def weight_grads_flags(needs: ExpertWeights) -> WeightGrads:
     """A :class:`titan_fp8moe.layer.ffn.WeightGrads` of flags, for an FFN of whose weights these are needed."""
     return WeightGrads(needs.w1 or needs.w3, needs.w2)

@@ -50,7 +50,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
         gate_up = (self.w1,) if self.w3 is None else (self.w1, self.w3)
         return (gate_up,) if self.w2 is None else (gate_up, (self.w2,))
 
-    def apart(self: "ExpertWeights[Any]", expert: ExpertSpec) -> "ExpertWeights[Any]":
+    def apart(self: "ExpertWeights", expert: ExpertSpec) -> "ExpertWeights":
         """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them. A
         linear has w1 alone."""
         one = self.w3 is not None or self.w2 is None or expert.interleaved or not expert.gated
@@ -65,7 +65,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
         return [w and w.q for w in weights] + [w and w.scale for w in weights]
 
     @classmethod
-    def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights[Any]":
+    def unpack(cls, tensors: list[Tensor | None]) -> "ExpertWeights":
         """Weights of their tensors, or quantized weights of :meth:`pack`'s."""
         count = len(cls._fields)
         if len(tensors) == count:
@@ -98,7 +98,7 @@ class Biases(NamedTuple, Generic[W]):
             return gate, up
         return self.b1.contiguous(), self.b3.contiguous()
 
-    def gradients(self: "Biases[Tensor]", dbias: Tensor, needed: "Biases[Any]") -> "Biases[Any]":
+    def gradients(self: "Biases[Tensor]", dbias: Tensor, needed: "Biases") -> "Biases":
         """Splits the gradients of gate, up and down in one (E, 2H + D); None where not needed.
 
         Each is dense, as fused optimizers read it. For a plain parameter autograd would copy it otherwise.
@@ -134,7 +134,7 @@ class SharedExperts(NamedTuple):
         return ExpertWeights(self.w1, self.w2, self.w3)
 
 
-NO_WEIGHTS: ExpertWeights[Any] = ExpertWeights(None, None, None)
+NO_WEIGHTS: ExpertWeights = ExpertWeights(None, None, None)
 
 
 def one_expert(weights: ExpertWeights[Tensor]) -> ExpertWeights[Tensor]:
