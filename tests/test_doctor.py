@@ -149,7 +149,7 @@ def test_without_a_gpu(capsys):
 @pytest.mark.parametrize(
     "where, hip, wrong, code, said",
     [
-        (HOPPER, None, [], 0, "agree with the specification\ncopy         1 TB/s"),
+        (HOPPER, None, [], 0, "agree with the specification\n"),
         (((9, 0), "2.13", "3.6"), None, ["grouped_mm"], 1, "kernels      differ: grouped_mm"),
         (((8, 0), "2.11", "3.6"), None, [], 1, "not run: the FP8 kernels need an NVIDIA GPU"),
     ],
@@ -157,7 +157,6 @@ def test_without_a_gpu(capsys):
 def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, hip, wrong, code, said):
     gpu(where, hip, wrong)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(doctor, "measure", lambda: {"copy": "1 TB/s"})
     assert doctor.main() == code
     printed = capsys.readouterr().out
     assert said in printed and ("NOT among" in printed) == (where != HOPPER)
@@ -173,13 +172,7 @@ def test_the_ptxas_in_use(tmp_path, monkeypatch):
     assert doctor._ptxas() == own.replace("of Triton", str(tmp_path / "ptxas"))
 
 
-def test_rates():
-    rates = doctor.rates(copied_bytes=10**9, copy_ms=0.5, rows=1000, gemm_ms=0.01, layer_ms=1.5)
-    assert rates["copy"] == "4.00 TB/s" and rates["layer"].startswith("1.50 ms forward and backward (4096 tokens, ")
-    assert rates["GEMM"] == "1,153 TFLOPS (1000 x 2816 x 2048)"  # 2 * 1000 * 2816 * 2048 / 1e-5 s
-
-
 @pytest.mark.gpu
 def test_the_doctor_on_a_gpu(capsys):
     assert doctor.main() == 0
-    assert "TFLOPS" in capsys.readouterr().out
+    assert "agree with the specification" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Says what works on this machine: ``python -m titan_fp8moe.doctor``.
 
-Prints versions and GPU, compares every kernel with the specification (:func:`titan_fp8moe.self_check`), and measures a
-copy, a GEMM and a layer. A bug report needs this output. Exits with 1 if kernels differ.
+Prints versions and GPU, and compares every kernel with the specification (:func:`titan_fp8moe.self_check`). A bug
+report needs this output. Exits with 1 if kernels differ. The dry run's ``--measure`` times a job's layers.
 """
 
 import os
@@ -9,17 +9,14 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 
 import torch
-import triton.testing
 from triton import knobs
 
-from titan_fp8moe import __version__, ops, recipe, routed_experts
+from titan_fp8moe import __version__
 from titan_fp8moe.ops import self_check
 from titan_fp8moe.versions import installed
 
-TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 4096, 2048, 1408, 64, 6  # of DeepSeek-V3 16B's layers
 SETTINGS = ("CUDA_", "NCCL_", "TORCH", "TRITON_", "PYTORCH_")
 
 
@@ -46,12 +43,7 @@ def main() -> int:
         return 1
     wrong = self_check.self_check()
     print(f"kernels      {'differ: ' + ', '.join(wrong) if wrong else 'agree with the specification'}")
-    if wrong:
-        return 1
-    with ops.backend.open_gate():
-        for name, value in measure().items():
-            print(f"{name:12} {value}")
-    return 0
+    return 1 if wrong else 0
 
 
 def _commit() -> str:
@@ -71,44 +63,6 @@ def _ptxas() -> str:
         return str(error)
     own = Path(tool.path).is_relative_to(Path(knobs.__file__).parent)
     return f"{tool.version}, {'of Triton' if own else tool.path}"
-
-
-def measure() -> dict[str, str]:
-    """The rates of the best run of each, with nothing of its operands in L2."""
-    shapes = (TOKENS, DIM), (EXPERTS, HIDDEN, DIM), (EXPERTS, DIM, HIDDEN), (EXPERTS, HIDDEN, DIM)
-    leaves = [0.05 * torch.randn(*shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
-    scores, ids = torch.rand(TOKENS, EXPERTS, dtype=torch.float32, device="cuda").topk(TOP_K)
-    leaves = [t.requires_grad_() for t in (*leaves, scores)]
-    rows = TOKENS * TOP_K // 128 * 128
-    offsets_E = torch.full((1,), rows, dtype=torch.int32, device="cuda")
-    a, a_scale = ops.quantize_rows(torch.randn(rows, DIM, dtype=torch.float32, device="cuda"))
-    b = ops.quantize_weight(torch.randn(1, 2 * HIDDEN, DIM, dtype=torch.float32, device="cuda"))
-    source, target = torch.empty(2, 2**28, dtype=torch.uint8, device="cuda")
-
-    def layer() -> None:
-        x, w1, w2, w3, scores = leaves
-        out = routed_experts(x, w1, w2, w3, ids, scores)
-        torch.autograd.grad(out, leaves, out.detach())
-
-    a_scale = recipe.column_major(a_scale)
-    runs = (
-        lambda: target.copy_(source),
-        lambda: ops.grouped_mm(a, a_scale, *b, offsets_E, torch.bfloat16),
-        layer,
-    )
-    copy, gemm, whole = (cast(float, triton.testing.do_bench(run, return_mode="min")) for run in runs)
-    return rates(source.numel(), copy, rows, gemm, whole)
-
-
-def rates(copied_bytes: int, copy_ms: float, rows: int, gemm_ms: float, layer_ms: float) -> dict[str, str]:
-    """The rates of :func:`measure`: bytes read and written, and products of GEMM 1 with one expert."""
-    flops = 2 * rows * DIM * 2 * HIDDEN
-    shape = f"{TOKENS} tokens, {EXPERTS} experts, top {TOP_K}, dims {DIM} and {HIDDEN}"
-    return {
-        "copy": f"{2 * copied_bytes / copy_ms / 1e9:.2f} TB/s",
-        "GEMM": f"{flops / gemm_ms / 1e9:,.0f} TFLOPS ({rows} x {2 * HIDDEN} x {DIM})",
-        "layer": f"{layer_ms:.2f} ms forward and backward ({shape})",
-    }
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ TESTS = {
     "dispatch/auto": ["test_auto.py", "distributed/test_auto.py"],
     "trainer/auto_dispatch": ["test_auto.py", "distributed/test_auto.py"],
     "trainer/ahead": ["test_ahead.py"],
+    "trainer/measure": ["test_measure.py"],
     "trainer/nan_watch": ["test_nan_watch.py"],
     "patches": ["test_patches.py"],
     "torchtitan/dry_run": ["test_train_configs.py", "test_warm_up.py"],

@@ -12,7 +12,9 @@ Arguments after the config are torchtitan's own overrides.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
@@ -29,7 +32,7 @@ from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
-from titan_fp8moe.trainer import dry_run, memory
+from titan_fp8moe.trainer import dry_run, measure, memory
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 from titan_fp8moe.trainer.preflight import compiles_model
 
@@ -179,8 +182,28 @@ def from_command_line(description: str | None) -> Built:
     return dry_run.from_command_line(description, "config", _load, smallest_world_size, _build, help="TOML file")
 
 
+def lacking(config: JobConfig) -> Iterator[str]:
+    """What training would not find on this machine."""
+    assets = config.model.hf_assets_path
+    if not any((Path(assets) / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        yield f"model.hf_assets_path = {assets!r} has no tokenizer.json"
+    for section in ("training", *["validation"] * config.validation.enable):
+        settings = getattr(config, section)
+        if settings.dataset not in DATASETS:
+            yield f"{section}.dataset = {settings.dataset!r}: torchtitan has {', '.join(DATASETS)}"
+            continue
+        path = settings.dataset_path or DATASETS[settings.dataset].path
+        if (settings.dataset == "c4_test" or Path(path).is_absolute()) and not Path(path).exists():
+            yield f"{section}.dataset_path = {path!r} does not exist"
+
+
 def main() -> None:
-    print(report(from_command_line(__doc__)))
+    built = from_command_line(__doc__)
+    print(report(built), flush=True)
+    if built.measured:
+        measure.show(built.parts, built.layout.tokens, _moe)
+    if lacks := [*lacking(built.config)]:
+        sys.exit(f"error: training would fail here: {'; '.join(lacks)}. tools/build_corpus.py makes both")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.job_checks import expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan03.modules import Fp8FlowFeedForward, Fp8FlowLinear03, Fp8FlowMoE
-from titan_fp8moe.trainer import dry_run, memory
+from titan_fp8moe.trainer import dry_run, measure, memory
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 
 
@@ -139,7 +139,10 @@ def from_command_line(description: str | None) -> Built:
 
 
 def main() -> None:
-    print(report(from_command_line(__doc__)))
+    built = from_command_line(__doc__)
+    print(report(built), flush=True)
+    if built.measured:
+        measure.show(built.parts, built.layout.tokens, _moe)
 
 
 if __name__ == "__main__":

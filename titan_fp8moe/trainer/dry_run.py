@@ -12,7 +12,7 @@ import argparse
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
-from titan_fp8moe.trainer import preflight
+from titan_fp8moe.trainer import plan, preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout
 
 # Parameter, gradient and Adam's two moments, all in the parameter's dtype.
@@ -36,6 +36,7 @@ class Built(NamedTuple):
         model: its name and what is known of the whole model, for the report.
         dims: torchtitan's ``ParallelDims``.
         parts: the parallelized model, or its pipeline stages that the rank has.
+        measured: whether the command line asks for :mod:`titan_fp8moe.trainer.measure`.
     """
 
     config: Any
@@ -44,6 +45,7 @@ class Built(NamedTuple):
     layout: ExpertLayout
     model: str
     parts: list[nn.Module]
+    measured: bool = False
 
 
 def smallest_world_size(parallelism: Any, expert_tensor_parallel: int = 1, least_shards: int = 1) -> int:
@@ -76,14 +78,17 @@ def from_command_line(
     parser.add_argument(argument, **options)
     parser.add_argument("--world-size", type=int, help="number of ranks; default: the fewest that the degrees allow")
     parser.add_argument("--rank", type=int, default=0, help="the rank to build; under PP ranks hold different stages")
+    parser.add_argument("--measure", action="store_true", help="time the rank's layers, on a GPU")
     args, others = parser.parse_known_args()
+    if args.measure and not torch.cuda.is_available():
+        sys.exit("error: --measure times layers on a GPU, and PyTorch finds none here; leave it out")
     try:
         with preflight.for_other_machines():
             config = load(getattr(args, argument.strip("-")), others)
             world_size = smallest(config) if args.world_size is None else args.world_size
             if not 0 <= args.rank < world_size:
                 raise ValueError(f"--world-size {world_size} has no rank {args.rank}; ranks begin with 0")
-            return build(config, args.rank, world_size)
+            return build(config, args.rank, world_size)._replace(measured=args.measure)
     except KeyError as error:  # a name that torchtitan does not know, such as a converter's
         sys.exit(f"error: KeyError: {error}")
     except (AssertionError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -110,6 +115,7 @@ def report(built: Built, *, ends: Sequence[str], experts: str, lines: Sequence[s
         f"{layout.fsdp_shards}",
         f"batch     {sequences} sequences of {training.seq_len} tokens, "
         f"{max(training.global_batch_size // sequences, 1)} times per step",
+        *(f"{'          ' if i else 'fp8       '}{line}" for i, line in enumerate(plan.announced)),
         f"rank {built.rank:<4} {sum(shard.numel() for shard in shards):,} parameters, {gib:.1f} GiB with gradients and "
         "Adam states",
         *lines,
@@ -216,18 +222,30 @@ class MetaMoE(NamedTuple):
         return self.forward(tokens.rows(self.experts.matrices().w2.shape[1]), *tokens.routing(self.top_k))
 
 
-def layers(
-    parts: Sequence[nn.Module], tokens: Tokens, moe_of: Callable[[nn.Module], MetaMoE | None]
-) -> Iterator[Callable[[], Tensor]]:
-    """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each.
+def converted(
+    parts: Iterable[nn.Module], moe_of: Callable[[nn.Module], MetaMoE | None]
+) -> Iterator[tuple[str, MetaMoE | Fp8FFN | Fp8FlowLinear]]:
+    """The rank's converted modules by name. Shared experts that join a MoE layer are in its record.
 
     Args:
         moe_of: the MoE layer that a module is, if it is a converted one.
     """
     joined: set[nn.Module | None] = set()
-    for module in [m for part in parts for m in part.modules()]:
+    for name, module in [named for part in parts for named in part.named_modules()]:
         if (moe := moe_of(module)) is not None:
             joined.add(moe.shared)
-            yield functools.partial(moe.run, tokens)
+            yield plan.plain_name(name), moe
         elif module not in joined and isinstance(module, Fp8FFN | Fp8FlowLinear):
-            yield functools.partial(tokens.run, module)
+            yield plan.plain_name(name), module
+
+
+def layers(
+    parts: Sequence[nn.Module], tokens: Tokens, moe_of: Callable[[nn.Module], MetaMoE | None]
+) -> Iterator[Callable[[], Tensor]]:
+    """Forwards of :func:`converted` modules on meta tensors. They change the modules, and run once each."""
+    for _, module in converted(parts, moe_of):
+        yield (
+            functools.partial(module.run, tokens)
+            if isinstance(module, MetaMoE)
+            else functools.partial(tokens.run, module)
+        )

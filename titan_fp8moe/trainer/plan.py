@@ -82,6 +82,10 @@ def make_plan(
     return plan
 
 
+announced: list[str] = []
+"""The lines that the last conversion has logged, for a dry run."""
+
+
 def announce(plan: list[Part], config: Fp8FlowMoEConfig, logger: logging.Logger, *ways: str) -> None:
     """Logs how many modules of each kind are in FP8 and why the others are not, the implementation that runs them, and
     ``ways`` of the adapter. Checks the hardware.
@@ -91,16 +95,17 @@ def announce(plan: list[Part], config: Fp8FlowMoEConfig, logger: logging.Logger,
     """
     converts = any(part.reason is None for part in plan)
     backend = preflight.check_hardware() if converts else "nothing to convert"
-    for line in _describe(plan, "; ".join((backend, *filter(None, ways), config.describe()))):
-        logger.info(line)
+    announced[:] = _describe(plan, "; ".join((backend, *filter(None, ways), config.describe())))
+    for line in announced:
+        logger.info(f"FP8-Flow-MoE: {line}")
 
 
 def _describe(plan: list[Part], details: str) -> Iterator[str]:
     counts = [(kind, sum(part.reason is None for part in plan if part.kind == kind)) for kind in KINDS]
-    yield f"FP8-Flow-MoE: {', '.join(f'{n} {KINDS[kind]}' for kind, n in counts)} in FP8; {details}"
+    yield f"{', '.join(f'{n} {KINDS[kind]}' for kind, n in counts)} in FP8; {details}"
     reasons: dict[str, list[str]] = {}
     for part in plan:
         if part.reason is not None:
             reasons.setdefault(part.reason, []).append(part.name)
     for reason, names in reasons.items():
-        yield f"FP8-Flow-MoE: not in FP8: {', '.join(names)}: {reason}"
+        yield f"not in FP8: {', '.join(names)}: {reason}"
