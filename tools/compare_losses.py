@@ -1,11 +1,13 @@
-"""Compare the training curves of torchtitan runs and fail when one leaves the reference.
+"""Compare the training curves of torchtitan runs and fail when one leaves its reference.
 
-The first run is the reference. A run is a folder that torchtitan logged to with TensorBoard. All event files below it
-are taken as one run: after a restart, a step that was logged twice keeps the later value.
+A run is a folder that torchtitan logged to with TensorBoard or W&B, also offline. All files below it are one run: after
+a restart, a step that was logged twice keeps the later value.
 
-The losses of a run and of the reference are compared at the steps both logged, after smoothing each with the mean
-over the last ``--smooth`` steps. Relative deviations are (run - reference) / reference of the smoothed losses; the
-one at the last common step decides. Tokens/s and memory are per device, as torchtitan logs them.
+Runs whose names begin like the first one's before ``-s`` are baselines, such as bf16-s1 and bf16-s2. The reference of
+another run is the baseline of its seed, or the first. How far baselines are from the first is a yardstick.
+
+Losses are compared at the steps that both logged, after smoothing with the mean over the last ``--smooth`` steps. The
+relative deviation at the last common step decides. Tokens/s and memory are per device, as torchtitan logs them.
 
 Exit status: 0 if every run is within the tolerance, 1 if one is not or has a loss that is not finite, 2 if the runs
 cannot be compared.
@@ -16,14 +18,14 @@ Example::
 """
 
 import argparse
+import json
+import lzma
 import math
-import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,29 +34,28 @@ VALIDATION_LOSS = "validation_metrics/loss"
 GRAD_NORM = "grad_norm"
 TOKENS_PER_SECOND = "throughput(tps)"
 PEAK_MEMORY = "memory/max_reserved(GiB)"
-TAGS = (LOSS, VALIDATION_LOSS, GRAD_NORM, TOKENS_PER_SECOND, PEAK_MEMORY)
+SCHEDULE = {"lr": "learning rate", "n_tokens_seen": "number of tokens seen"}
+TAGS = {LOSS, VALIDATION_LOSS, GRAD_NORM, TOKENS_PER_SECOND, PEAK_MEMORY, *SCHEDULE}
 WARM_UP = 10  # steps that tokens/s leave out
+T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131)
+"""Half a 95% interval in standard errors, of 2 pairs, 3, ..."""
 
 # The reference is black; the others follow the palette of Okabe and Ito, which colour-blind readers can tell apart.
-REFERENCE_COLOR = "#000000"
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLUMNS = {  # of the table, with their formats
+    "step": "d", "loss": ".5f", "smoothed": ".5f", "deviation": "+.3%", "largest": ".3%", "mean": ".3%",
+    "tokens/s": ",.0f", "memory GiB": ".2f", "val. loss": ".5f", "grad norm": ".4f",
+}  # fmt: skip
+
+
+Point = tuple[float, int, str, float]  # wall time, step, tag, value
 
 
 class UsageError(Exception):
     """The runs cannot be compared; the message tells the user what to change."""
 
 
-class Point(NamedTuple):
-    """One logged value. Points sort by the time they were written."""
-
-    wall_time: float
-    step: int
-    tag: str
-    value: float
-
-
-@dataclass
-class Run:
+class Run(NamedTuple):
     """The merged metrics of a run: for every tag of ``TAGS`` that was logged, its values by step, in step order."""
 
     name: str
@@ -64,41 +65,20 @@ class Run:
     def losses(self) -> dict[int, float]:
         return self.metrics[LOSS]
 
-    def values(self, tag: str) -> list[float]:
-        return list(self.metrics.get(tag, {}).values())
-
-    def smoothed(self, tag: str, steps: Iterable[int], window: int) -> np.ndarray:
+    def smoothed(self, tag: str, steps: list[int], window: int) -> np.ndarray:
         """For every step, the mean of the values logged in the ``window`` steps that end there."""
-        at = np.array(list(steps))
-        values = np.array([self.metrics[tag][step] for step in at])
+        at, values = np.array(steps), np.array([self.metrics[tag][step] for step in steps])
         starts = np.searchsorted(at, at - window, side="right")
         return np.array([values[start : end + 1].mean() for end, start in enumerate(starts)])
 
 
 class Deviation(NamedTuple):
-    """The steps that a run and the reference have in common, and how far apart their smoothed losses are there."""
+    """How far smoothed losses are from the reference's at the common steps, and the mean loss of their last quarter."""
 
-    steps: np.ndarray
+    reference: Run
+    steps: list[int]
     relative: np.ndarray
-
-
-@dataclass
-class Summary:
-    """What is reported of a run. None stands for a metric that was not logged or, in the reference, not defined."""
-
-    last_step: int
-    final_loss: float
-    smoothed_final_loss: float
-    compared_up_to_step: int | None = None
-    final_deviation: float | None = None
-    largest_deviation: float | None = None
-    largest_deviation_step: int | None = None
-    mean_deviation: float | None = None
-    tokens_per_second: float | None = None
-    peak_memory_gib: float | None = None
-    validation_loss: float | None = None
-    grad_norm: float | None = None
-    failures: list[str] = field(default_factory=list)
+    last_quarter: float
 
 
 def tensorboard_points(path: Path) -> Iterator[Point]:
@@ -106,249 +86,222 @@ def tensorboard_points(path: Path) -> Iterator[Point]:
 
     events = EventAccumulator(str(path), size_guidance={SCALARS: 0})  # 0 keeps all values instead of a sample.
     events.Reload()
-    for tag in set(TAGS).intersection(events.Tags()[SCALARS]):
+    for tag in TAGS.intersection(events.Tags()[SCALARS]):
         for event in events.Scalars(tag):
-            yield Point(event.wall_time, event.step, tag, event.value)
+            yield event.wall_time, event.step, tag, event.value
+
+
+def wandb_points(path: Path) -> Iterator[Point]:
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    for content in leveldb_records(path.read_bytes()):
+        history = messages.Record.FromString(content).history
+        items = {(*item.nested_key, item.key)[0]: json.loads(item.value_json) for item in history.item}
+        for tag in TAGS.intersection(items):
+            yield items["_timestamp"], history.step.num, tag, float(items[tag])
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format behind W&B's seven bytes. A killed run's last record may be cut off."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15  # of a block
+        if left < 7:
+            at += left
+            continue
+        end, kind = at + 7 + int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record, at = record + data[at + 7 : end], end
+        if kind in (1, 4) and end <= len(data):  # a whole record, or its last part
+            yield record
+            record = b""
 
 
 def read_run(name: str, path: Path) -> Run:
     """Read and merge everything that was logged below ``path``."""
-    if not path.is_dir():
-        raise UsageError(f"run {name}: {path} is not a folder")
-    files = sorted(path.rglob("events.out.tfevents.*"))
+    files, points_of = sorted(path.rglob("events.out.tfevents.*")), tensorboard_points
+    if not files:
+        files, points_of = sorted(path.rglob("run-*.wandb")), wandb_points
     if not files:
         raise UsageError(
-            f"run {name}: no TensorBoard event files (events.out.tfevents.*) below {path}; train with "
-            "--metrics.enable_tensorboard, also next to --metrics.enable_wandb"
+            f"run {name}: no events.out.tfevents.* of TensorBoard or run-*.wandb of W&B below {path}; train with "
+            "--metrics.enable_tensorboard or --metrics.enable_wandb"
         )
-    # With metrics.save_for_all_ranks or fault tolerance several processes log the same steps, each in its own folder.
-    # Their values differ, so they must not be merged as a restart is.
-    writers = {"/".join(re.findall(r"\b(?:rank|replica)_\d+\b", str(file.relative_to(path)))) for file in files}
-    if len(writers) > 1:
-        raise UsageError(f"run {name}: {path} has the logs of {', '.join(sorted(writers))}; give the folder of one")
-
-    points = {file: list(tensorboard_points(file)) for file in files}
-    # A restart begins at a later step than what it continues.
-    starts = {file: min((p.step for p in points[file] if p.tag == LOSS), default=math.inf) for file in files}
+    points = {file: list(points_of(file)) for file in files}
+    # A restart begins at a later step than what it continues. Ranks that log, and other runs, begin at the same one.
+    starts = {file: min((step for _, step, tag, _ in points[file] if tag == LOSS), default=math.inf) for file in files}
     first = min(starts.values())
-    if len(runs := [file for file in files if starts[file] == first < math.inf]) > 1:
-        folders = ", ".join(sorted({str(file.parent.relative_to(path)) for file in runs}))
+    if len(runs := [str(file.parent.relative_to(path)) for file in files if starts[file] == first < math.inf]) > 1:
         raise UsageError(
-            f"run {name}: {path} holds {len(runs)} runs that start at step {first}, in {folders}; give the folder of "
-            "one, or remove the other's files"
+            f"run {name}: {path} holds {len(runs)} runs that start at step {first}, in {', '.join(runs)}; give the "
+            "folder of one, or remove the other's files"
         )
-
     metrics: dict[str, dict[int, float]] = {}
-    for point in sorted(point for logged in points.values() for point in logged):
-        metrics.setdefault(point.tag, {})[point.step] = point.value
-    if LOSS not in metrics:
-        raise UsageError(f"run {name}: nothing below {path} has the metric {LOSS}; found {sorted(metrics) or 'none'}")
-    run = Run(name, {tag: dict(sorted(values.items())) for tag, values in metrics.items()})
-    for step, loss in run.losses.items():
-        if math.isfinite(loss) and loss <= 0:
-            raise UsageError(
-                f"run {name}: the loss at step {step} is {loss}, which is no cross-entropy; with pipeline parallelism "
-                "only ranks of the last stage log the loss"
-            )
-    return run
+    for _, step, tag, value in sorted(point for logged in points.values() for point in logged):
+        metrics.setdefault(tag, {})[step] = value
+    if min(metrics.get(LOSS, {0: 0.0}).values()) <= 0:
+        raise UsageError(
+            f"run {name}: nothing below {path} has the metric {LOSS}, or it is no cross-entropy; with pipeline "
+            "parallelism only ranks of the last stage log it"
+        )
+    return Run(name, {tag: dict(sorted(values.items())) for tag, values in metrics.items()})
 
 
 def compare(run: Run, reference: Run, window: int) -> Deviation:
     # Reduced to the common steps before smoothing: else runs with unequal log_freq would average different steps.
     steps = [step for step in reference.losses if step in run.losses]
     if not steps:
-        raise UsageError(
-            f"runs {reference.name} and {run.name} have no common steps ({_logged(reference)} and {_logged(run)}); "
-            "train them with the same metrics.log_freq"
+        logged = " and ".join(
+            f"{len(r.losses)} steps from {min(r.losses)} to {max(r.losses)}" for r in (reference, run)
         )
+        raise UsageError(
+            f"runs {reference.name} and {run.name} have no common steps ({logged}); train them with the same "
+            "metrics.log_freq"
+        )
+    ours, theirs = (np.mean([r.losses[step] for step in steps[-max(len(steps) // 4, 1) :]]) for r in (run, reference))
     expected = reference.smoothed(LOSS, steps, window)
-    with np.errstate(invalid="ignore"):  # inf / inf; summarize reports non-finite losses.
+    with np.errstate(invalid="ignore"):  # inf / inf
         relative = (run.smoothed(LOSS, steps, window) - expected) / expected
-    return Deviation(np.array(steps), relative)
+        return Deviation(reference, steps, relative, float(ours / theirs - 1))
 
 
-def _logged(run: Run) -> str:
-    steps = list(run.losses)
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
-
-
-def summarize(run: Run, deviation: Deviation | None, window: int, tolerance: float) -> Summary:
-    """Summarize ``run`` and list what is wrong with it; ``deviation`` is None for the reference."""
-    steps = list(run.losses)
-    summary = Summary(
-        last_step=steps[-1],
-        final_loss=run.losses[steps[-1]],
-        smoothed_final_loss=float(run.smoothed(LOSS, steps, window)[-1]),
-    )
-    warm = [value for step, value in run.metrics.get(TOKENS_PER_SECOND, {}).items() if step > WARM_UP]
-    if warm:
-        summary.tokens_per_second = statistics.median(warm)
-    # Devices without memory statistics log values that are not positive.
-    summary.peak_memory_gib = max((value for value in run.values(PEAK_MEMORY) if value > 0), default=None)
-    if validation_losses := run.values(VALIDATION_LOSS):
-        summary.validation_loss = validation_losses[-1]
-    if grad_norms := run.metrics.get(GRAD_NORM):
-        summary.grad_norm = float(run.smoothed(GRAD_NORM, grad_norms, window)[-1])
-
-    for label, tag in (("loss", LOSS), ("validation loss", VALIDATION_LOSS)):
-        broken = [(step, value) for step, value in run.metrics.get(tag, {}).items() if not math.isfinite(value)]
-        if broken:
-            step, value = broken[0]
-            summary.failures.append(f"{label} is {value} at step {step} ({len(broken)} logged values are not finite)")
-
+def summarize(run: Run, deviation: Deviation | None, window: int) -> dict[str, Any]:
+    """The columns of a run that it logged. Devices without memory statistics log values that are not positive."""
+    metrics, steps = run.metrics, list(run.losses)
+    row = {"step": steps[-1], "loss": run.losses[steps[-1]], "smoothed": run.smoothed(LOSS, steps, window)[-1]}
     if deviation is not None:
-        magnitude = np.abs(deviation.relative)
-        largest = int(magnitude.argmax())
-        summary.compared_up_to_step = int(deviation.steps[-1])
-        summary.final_deviation = float(deviation.relative[-1])
-        summary.largest_deviation = float(magnitude[largest])
-        summary.largest_deviation_step = int(deviation.steps[largest])
-        summary.mean_deviation = float(magnitude.mean())
-        if not magnitude[-1] <= tolerance:  # Also true for NaN, that is if the reference is not finite.
-            summary.failures.append(
-                f"smoothed loss deviates by {summary.final_deviation:+.3%} at step {summary.compared_up_to_step}, "
-                f"the tolerance is {tolerance:.3%}"
-            )
-    return summary
+        sizes = np.abs(deviation.relative)
+        row |= {"deviation": deviation.relative[-1], "largest": sizes.max(), "mean": sizes.mean()}
+    if warm := [value for step, value in metrics.get(TOKENS_PER_SECOND, {}).items() if step > WARM_UP]:
+        row["tokens/s"] = statistics.median(warm)
+    if memory := [value for value in metrics.get(PEAK_MEMORY, {}).values() if value > 0]:
+        row["memory GiB"] = max(memory)
+    if VALIDATION_LOSS in metrics:
+        row["val. loss"] = [*metrics[VALIDATION_LOSS].values()][-1]
+    if GRAD_NORM in metrics:
+        row["grad norm"] = run.smoothed(GRAD_NORM, list(metrics[GRAD_NORM]), window)[-1]
+    return row
 
 
-COLUMNS = {  # of the table: an attribute of Summary and its format
-    "step": ("last_step", "d"),
-    "loss": ("final_loss", ".5f"),
-    "smoothed": ("smoothed_final_loss", ".5f"),
-    "deviation": ("final_deviation", "+.3%"),
-    "largest": ("largest_deviation", ".3%"),
-    "mean": ("mean_deviation", ".3%"),
-    "tokens/s": ("tokens_per_second", ",.0f"),
-    "memory GiB": ("peak_memory_gib", ".2f"),
-    "val. loss": ("validation_loss", ".5f"),
-    "grad norm": ("grad_norm", ".4f"),
-}
+def failures(run: Run, deviation: Deviation | None, tolerance: float) -> Iterator[str]:
+    for label, tag in (("loss", LOSS), ("validation loss", VALIDATION_LOSS)):
+        if broken := [(s, value) for s, value in run.metrics.get(tag, {}).items() if not math.isfinite(value)]:
+            yield f"{label} is {broken[0][1]} at step {broken[0][0]} ({len(broken)} logged values are not finite)"
+    if deviation is not None and not abs(end := deviation.relative[-1]) <= tolerance:  # also where it is NaN
+        yield f"smoothed loss deviates by {end:+.3%} at step {deviation.steps[-1]}, the tolerance is {tolerance:.3%}"
 
 
-def format_table(summaries: dict[str, Summary], reference: str) -> str:
-    rows = [["run", *COLUMNS, "result"]]
-    for name, summary in summaries.items():
-        values = ((getattr(summary, attribute), spec) for attribute, spec in COLUMNS.values())
-        cells = ["-" if value is None else format(value, spec) for value, spec in values]
-        passed = "reference" if name == reference else "ok"
-        rows.append([name, *cells, "FAIL" if summary.failures else passed])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # Words to the left, numbers to the right.
-    align = [str.ljust, *[str.rjust] * len(COLUMNS), str.ljust]
-    aligned = [[pad(*cell) for pad, *cell in zip(align, row, widths, strict=True)] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in aligned)
+def notes(run: Run, deviation: Deviation) -> Iterator[str]:
+    other, last = deviation.reference, deviation.steps[-1]
+    if last < max(ends := [max(r.losses) for r in (run, other)]):
+        yield f"{run.name} and {other.name} end at steps {ends[0]} and {ends[1]}; compared up to step {last}"
+    for tag, name in SCHEDULE.items():
+        ours, theirs = run.metrics.get(tag, {}), other.metrics.get(tag, {})
+        if step := next((s for s in theirs if s in ours and not math.isclose(ours[s], theirs[s], rel_tol=1e-5)), None):
+            yield f"schedules differ: {name} at step {step} is {ours[step]:g}, of {other.name} {theirs[step]:g}"
+
+
+def print_table(rows: dict[str, dict[str, Any]], results: dict[str, str]) -> None:
+    cells = [["run", *COLUMNS, "result"]]
+    for name, row in rows.items():
+        cells.append([name, *(format(row[c], f) if c in row else "-" for c, f in COLUMNS.items()), results[name]])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *line in cells:
+        print(name.ljust(widths[0]), *map(str.rjust, line, widths[1:]), sep="  ")
 
 
 def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, tolerance: float, out: Path) -> None:
-    """Draw the losses (faint) and their smoothed curves on top, the deviations from ``runs[0]`` below.
-
-    The reference is a broad line, which shows on both sides of a run that lies on it.
-    """
+    """Draws the losses (faint) and their smoothed curves on top, the deviations from references below."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     for index, run in enumerate(runs):
-        color = COLORS[(index - 1) % len(COLORS)] if index else REFERENCE_COLOR
-        steps = list(run.losses)
+        color, steps = COLORS[(index - 1) % 6 + 1 if index else 0], list(run.losses)
         top.plot(steps, list(run.losses.values()), color=color, alpha=0.25, linewidth=0.8)
-        label, width = (run.name, 1.6) if index else (f"{run.name} (reference)", 4.0)
-        top.plot(steps, run.smoothed(LOSS, steps, window), color=color, linewidth=width, label=label)
+        # The reference is broad: it shows on both sides of a run that lies on it.
+        top.plot(steps, run.smoothed(LOSS, steps, window), color=color, linewidth=1.6 if index else 4, label=run.name)
         if run.name in deviations:
-            deviation = deviations[run.name]
-            # No label: the colors are those of the legend above, and a second legend would cover the curves.
-            bottom.plot(deviation.steps, 100 * deviation.relative, color=color, linewidth=1.6)
-    top.plot([], [], color=REFERENCE_COLOR, alpha=0.25, linewidth=0.8, label="thin: single steps")
+            bottom.plot(deviations[run.name].steps, 100 * deviations[run.name].relative, color=color, linewidth=1.6)
     percent = 100 * tolerance
     bottom.axhspan(-percent, percent, color="#999999", alpha=0.25, linewidth=0, label=f"tolerance ±{percent:.3g}%")
     largest = max((float(abs(d.relative).max()) for d in deviations.values()), default=0.0)
     if math.isfinite(largest) and largest > 0:  # else the tolerance sets the range, and small deviations look flat
         bottom.set_ylim(-120 * largest, 120 * largest)
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    bottom.axhline(0, color=REFERENCE_COLOR, linewidth=0.8)
-    top.set_ylabel("training loss")
-    top.set_title(f"Training loss; thick: mean over {window} steps")
-    bottom.set_ylabel(f"deviation from\n{runs[0].name} (%)")
-    bottom.set_xlabel("step")
+    top.set(ylabel="training loss", title=f"Training loss; thin: single steps, thick: mean over {window}")
+    bottom.set(ylabel=f"deviation from\n{runs[0].name} (%)", xlabel="step")
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(out, dpi=150)
 
 
-def _named_path(argument: str) -> tuple[str, Path]:
-    name, separator, path = argument.partition("=")
-    if not (name and separator and path):
-        raise argparse.ArgumentTypeError(f"{argument!r} is not NAME=PATH")
-    return name, Path(path)
-
-
-def _parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="compare_losses.py", description="Compare the training curves of torchtitan runs with those of the first."
-    )
-    add = parser.add_argument
-    what = "a run and the folder with its TensorBoard files; give at least two, the reference first"
-    add("--run", dest="runs", type=_named_path, action="append", required=True, metavar="NAME=PATH", help=what)
-    add("--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)")
-    what = "largest relative deviation of the final smoothed loss that passes (default: %(default)s)"
-    add("--tolerance", type=float, default=0.01, metavar="F", help=what)
-    add("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="the figure (default: %(default)s)")
-    return parser.parse_args(argv)
-
-
-def _check_args(args: argparse.Namespace) -> None:
-    names = [name for name, _ in args.runs]
-    if len(names) < 2:
-        raise UsageError("give at least two --run NAME=PATH, the reference first")
-    if len(set(names)) < len(names):
-        raise UsageError(f"every --run needs a name of its own, not {', '.join(names)}")
-    if args.smooth < 1:
-        raise UsageError(f"--smooth must be at least 1 step, not {args.smooth}")
-    if not args.tolerance >= 0:
-        raise UsageError(f"--tolerance must not be negative, not {args.tolerance}")
-    if not args.out.parent.is_dir():
-        raise UsageError(f"cannot write {args.out}: there is no folder {args.out.parent}")
-    if args.out.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise UsageError(f"cannot draw {args.out}: its name must end in .png, .pdf or .svg")
-
-
-def report(runs: list[Run], args: argparse.Namespace) -> dict[str, Summary]:
-    """Print the table and what is wrong, and draw the figure; ``runs[0]`` is the reference."""
-    reference = runs[0]
-    deviations = {run.name: compare(run, reference, args.smooth) for run in runs[1:]}
-    summaries = {run.name: summarize(run, deviations.get(run.name), args.smooth, args.tolerance) for run in runs}
-    print(format_table(summaries, reference.name))
+def report(runs: list[Run], window: int, tolerance: float, out: Path) -> bool:
+    """Prints the table and what is wrong, and draws the figure. Returns whether something is."""
+    recipe = {run.name: run.name.partition("-s")[0] for run in runs}
+    baselines = {run.name: run for run in runs if recipe[run.name] == recipe[runs[0].name]}
+    deviations = {}
+    for run in runs[1:]:
+        seed = run.name.removeprefix(recipe[run.name])
+        paired = runs[0] if run.name in baselines else baselines.get(recipe[runs[0].name] + seed, runs[0])
+        deviations[run.name] = compare(run, paired, window)
+    judged = {run.name: None if run.name in baselines else deviations[run.name] for run in runs}
+    wrong = {run.name: list(failures(run, judged[run.name], tolerance)) for run in runs}
+    results = {n: "FAIL" if wrong[n] else "baseline" if n in baselines else "ok" for n in wrong}
+    print_table({run.name: summarize(run, deviations.get(run.name), window) for run in runs}, results)
     print(
-        f"note: smoothed is the mean loss of the last {args.smooth} steps; deviation: how far from "
-        f"{reference.name}'s at the last common step; largest and mean are of the deviations at all steps, without sign"
+        f"note: smoothed is the mean loss of the last {window} steps; deviation: how far from the reference's at the "
+        "last common step; largest and mean are of the deviations at all steps, without sign"
     )
-    for name, deviation in deviations.items():
-        last_steps = (summaries[name].last_step, summaries[reference.name].last_step)
-        if deviation.steps[-1] < max(last_steps):
-            print(
-                f"note: {name} and {reference.name} end at steps {last_steps[0]} and {last_steps[1]}; "
-                f"compared up to step {deviation.steps[-1]}"
-            )
-    for name, summary in summaries.items():
-        for failure in summary.failures:
-            print(f"FAIL {name}: {failure}")
-    plot(runs, deviations, args.smooth, args.tolerance, args.out)
-    return summaries
+    for run in runs[1:]:
+        for note in notes(run, deviations[run.name]):
+            print(f"note: {note}")
+    for name in dict.fromkeys(recipe.values()):
+        apart = [d.last_quarter for n, d in deviations.items() if recipe[n] == name]
+        if name == recipe[runs[0].name] and apart:
+            print(f"yardstick: {name} is up to {max(map(abs, apart)):.2%} from itself in the mean of the last quarter")
+        elif len(apart) > 1:
+            half = T95[min(len(apart) - 2, len(T95) - 1)] * statistics.stdev(apart) / len(apart) ** 0.5
+            mean = statistics.fmean(apart)
+            print(f"{name} in the mean of the last quarter: {mean:+.2%} ± {half:.2%} (95%, {len(apart)} runs)")
+    for name, sentences in wrong.items():
+        for sentence in sentences:
+            print(f"FAIL {name}: {sentence}")
+    plot(runs, deviations, window, tolerance, out)
+    return any(wrong.values())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool and return its exit status."""
-    args = _parse_args(argv)
+    parser = argparse.ArgumentParser(prog="compare_losses.py", description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add(
+        "--run",
+        dest="runs",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="a run's folder; the reference first",
+    )
+    add("--saved", type=Path, metavar="FILE", help="runs that --save wrote, which come first")
+    add("--save", type=Path, metavar="FILE", help="write the runs' metrics, as JSON in .xz")
+    add("--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)")
+    add("--tolerance", type=float, default=0.01, metavar="F", help="of the final deviation (default: %(default)s)")
+    add("--out", type=Path, default=Path("curves.png"), metavar="PNG", help="the figure (default: %(default)s)")
+    args = parser.parse_args(argv)
     try:
-        _check_args(args)
-        summaries = report([read_run(name, path) for name, path in args.runs], args)
+        saved = json.loads(lzma.decompress(args.saved.read_bytes())) if args.saved else {}
+        runs = [Run(n, {t: {int(s): v for s, v in of.items()} for t, of in m.items()}) for n, m in saved.items()]
+        for name, separator, path in (run.partition("=") for run in args.runs):
+            if not separator:
+                raise UsageError(f"--run {name} is not NAME=PATH")
+            runs.append(read_run(name, Path(path)))
+        if len({run.name for run in runs}) < max(len(runs), 2):
+            raise UsageError("give at least two --run NAME=PATH, each with a name of its own, the reference first")
+        if args.save:
+            args.save.write_bytes(lzma.compress(json.dumps(dict(runs)).encode()))
+        return int(report(runs, args.smooth, args.tolerance, args.out))
     except UsageError as error:
         print(f"compare_losses.py: error: {error}", file=sys.stderr)
         return 2
-    return 1 if any(summary.failures for summary in summaries.values()) else 0
 
 
 if __name__ == "__main__":
