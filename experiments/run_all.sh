@@ -73,7 +73,7 @@ peer() { # module, seconds, what must import, arguments
     fi
 }
 
-part corpus 0 60 python3 tools/build_corpus.py --out outputs/corpus --max-bytes 60000000
+part corpus 0 60 python3 tools/build_corpus.py --out outputs/corpus
 
 six=(--layers 6 --attention sdpa)
 fused=(bf16_fused:checkpointing={saved,none,full})

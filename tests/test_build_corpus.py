@@ -1,7 +1,10 @@
 """tools/build_corpus.py: the split, the deduplication and what torchtitan reads of the result."""
 
+import hashlib
 import json
+import re
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import build_corpus
-import numpy as np
 from torchtitan.components.tokenizer import build_hf_tokenizer
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader, build_text_validation_dataloader
-
-from experiments.convergence.data import write_tokens
 
 VOCAB_SIZE = 300
 
@@ -40,19 +40,15 @@ def tree(tmp_path):
 
 
 def build(out, *arguments):
-    return build_corpus.main(["--out", str(out), "--vocab-size", str(VOCAB_SIZE), *map(str, arguments)])
+    return build_corpus.main(["--out", str(out), *map(str, arguments)])
 
 
 def build_tree(out, tree, *arguments):
-    return build(out, "--no-stdlib", "--input", tree, *arguments)
+    return build(out, "--input", tree, "--vocab-size", VOCAB_SIZE, *arguments)
 
 
 def read_records(folder):
-    return [
-        json.loads(line)
-        for path in sorted(folder.glob("*.jsonl"))
-        for line in path.read_text(encoding="utf-8").splitlines()
-    ]
+    return [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
 
 
 def read_manifest(out):
@@ -65,20 +61,13 @@ def contents(out):
 
 def test_splits_share_no_package(tmp_path, tree):
     out = tmp_path / "corpus"
-    assert build_tree(out, tree, "--held-out-fraction", 0.2) == 0
-
-    manifest = read_manifest(out)
-    records = {split: read_records(out / split) for split in ("train", "validation")}
-    packages = {split: {record["package"] for record in records[split]} for split in records}
-    assert packages["train"].isdisjoint(packages["validation"])
-    assert sorted(packages["validation"]) == manifest["held_out_packages"]
-    assert sorted(packages["train"]) == manifest["train_packages"]
-    assert len(packages["train"] | packages["validation"]) == 20
-    # All packages are about equally long, so a fifth of the bytes is four of them, or three if they are the longer.
-    assert len(packages["validation"]) in (3, 4)
-    for split, members in records.items():
-        assert manifest["documents"][split] == len(members)
-        assert manifest["bytes"][split] == sum(len(record["text"].encode()) for record in members)
+    build_tree(out, tree)
+    found = {split: read_records(out / split) for split in ("train", "validation")}
+    packages = {split: sorted({record["package"] for record in found[split]}) for split in found}
+    assert packages == read_manifest(out)["packages"]
+    assert len({*packages["train"], *packages["validation"]}) == 20 and len(packages["validation"]) in (1, 2)
+    order = [record["package"] for record in found["train"]]
+    assert order != sorted(order) and len(order) > 85
 
 
 def test_duplicates_and_unusable_files_are_left_out(tmp_path, tree):
@@ -91,20 +80,14 @@ def test_duplicates_and_unusable_files_are_left_out(tmp_path, tree):
     (tree / "package02" / "data.bin").write_bytes(bytes(1000))
     (tree / "package03" / ".hidden.py").write_text("x = 1\n" * 100)
     out = tmp_path / "corpus"
-    assert build_tree(out, tree) == 0
-
+    build_tree(out, tree)
     texts = [record["text"] for split in ("train", "validation") for record in read_records(out / split)]
     assert len(texts) == len(set(texts)) == 100
-    manifest = read_manifest(out)
-    assert manifest["duplicates_removed"] == 2
-    assert manifest["too_short_removed"] == 1  # An empty file has no document at all.
-    assert manifest["files_not_text"] == 2
 
 
-def test_edited_copies_are_left_out(tmp_path):
+def test_edited_copies_are_left_out():
     """Documents most of whose long lines occurred before, in one document or in several; short lines do not count."""
-    blocks = [[f"value_{name}_of_line_{line} = {line}\n" for line in range(10)] for name in "abcdefg"]
-    a, b, c, d, e, f, g = blocks
+    a, b, c, d, e, f, g = [[f"value_{name}_of_line_{line} = {line}\n" for line in range(10)] for name in "abcdefg"]
     texts = {
         "first": a + b,
         "second": c + d,
@@ -115,145 +98,84 @@ def test_edited_copies_are_left_out(tmp_path):
         "short_lines": ["    return None\n"] * 40,
         "repeated": (g + a[:1] * 50),
     }
-    files = []
-    for name, lines in texts.items():
-        (tmp_path / name).write_text("".join(lines))
-        files.append(build_corpus.SourceFile("package", name, tmp_path / name))
-    documents, left_out = build_corpus.read_documents(files, None)
+    files = [("package", name, "".join(lines).encode()) for name, lines in texts.items()]
+    documents = build_corpus.read_documents(files)
     assert {*texts} - {document.path for document in documents} == {"edited", "of_two_files"}
-    assert left_out == {"near-duplicates": 2}
 
 
-def install(site_packages, name, version, code):
-    """A distribution of one module."""
-    info = site_packages / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "RECORD").write_text(f"{name}.py,,\n")
-    (site_packages / f"{name}.py").write_text(code)
+def test_long_files_are_split_at_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_corpus, "MAX_BYTES", 300)
+    text = "".join(f"a line with the number {n} and more, é\u2028\n" for n in range(40)) + "x" * 500
+    found = [d.text for d in build_corpus.read_documents([("package", "long.py", text.encode())])]
+    assert "".join(found) == text and len(found) > 5 and all(len(t.encode()) <= 300 for t in found[:-1])
 
 
-def test_the_first_environment_of_a_distribution_is_read(tmp_path, monkeypatch):
-    here, there, elsewhere = (tmp_path / name for name in ("here", "there", "elsewhere"))
-    lines = [f"def function_{line}(value): return value\n" for line in range(90)]
-    for folder, name, version, code in (
-        (here, "one_package", "1", lines[:10]),
-        (there, "One-Package", "2", lines[10:20]),
-        (there, "two_package", "1", lines[20:30]),
-        (elsewhere, "two_package", "2", lines[30:40]),
+def test_a_corpus_is_not_replaced(tmp_path, tree, capsys):
+    out = tmp_path / "corpus"
+    build_tree(out, tree)
+    before = contents(out)
+    build_tree(out, tree)
+    assert "is there already; remove it" in capsys.readouterr().out
+    for arguments in (
+        [out, "--input", tree],
+        [tree, "--input", tree],
+        [tmp_path / "new", "--input", tmp_path / "absent"],
     ):
-        install(folder, name, version, "".join(code))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
-    out, more = tmp_path / "corpus", ["--environment", there, "--environment", elsewhere]
-    chosen = ["--no-stdlib", "--packages", "one-package", "two-package", *more, "--held-out-fraction", 0]
-    assert build(out, *chosen) == 0
-    assert read_manifest(out)["versions"]["packages"] == {"one-package": "1", "two-package": "1"}
-    texts = sorted(record["text"] for record in read_records(out / "train"))
-    assert texts == sorted(["".join(lines[:10]), "".join(lines[20:30])])
+        with pytest.raises(SystemExit, match="not of these arguments|absent is no folder"):
+            build(*arguments)
+    assert contents(out) == before and len(contents(tree)) == 100
 
 
-def test_suffixes_select_files_of_trees(tmp_path, tree):
-    text = (tree / "package00" / "module0.py").read_text()
-    (tree / "package00" / "data.json").write_text(text.replace("function", "datum"))
-    out = tmp_path / "corpus"
-    assert build_tree(out, tree, "--suffixes", ".json", "--held-out-fraction", 0) == 0
-    assert [record["path"] for record in read_records(out / "train")] == ["package00/data.json"]
+@pytest.fixture
+def pinned(tmp_path, tree, monkeypatch):
+    """Three wheels that pip finds without a network, and their pins. Returns these."""
+    pins = ["# quickstart: 0 1"]
+    for name, sets in (("one", "quickstart"), ("two_more", "quickstart large"), ("held", "-quickstart")):
+        path = tmp_path / f"wheels/{name}-1.0-py3-none-any.whl"
+        path.parent.mkdir(exist_ok=True)
+        with zipfile.ZipFile(path, "w") as wheel:
+            for index in range(5):
+                text = (tree / f"package0{len(pins)}/module{index}.py").read_text()
+                wheel.writestr(f"{name}/module{index}.py", text)
+            wheel.writestr(f"{name}/data.bin", bytes(1000))
+            wheel.writestr(
+                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+        pins.append(f"{name}==1.0 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}  # {sets}")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setattr(build_corpus, "PINS", tmp_path / "corpus.txt")
+    monkeypatch.setattr(build_corpus, "VOCAB_SIZES", {"quickstart": VOCAB_SIZE})
+    (tmp_path / "corpus.txt").write_text("\n".join(pins) + "\n")
+    return tmp_path / "corpus.txt"
 
 
-def test_tokens_are_counted_by_kind_and_source(tmp_path, tree):
-    (tree / "package00" / "notes.md").write_text("Some words about nothing in particular, on one line.\n" * 4)
-    out = tmp_path / "corpus"
-    assert build_tree(out, tree, "--held-out-fraction", 0) == 0
-    found = write_tokens(out, "train")
-    tokens = np.load(out / "train.npy")
-    assert tokens.dtype == np.uint16 and len(tokens) == found["tokens"]["all"]
-    assert found["kinds"].keys() == {"Python", "documents"} and found["kinds"]["documents"] < 300
-    assert found["sources"] == {"tree": len(tokens)} and sum(found["kinds"].values()) == len(tokens)
-    assert (tokens == 0).sum() == (tokens == 1).sum() == 101  # BOS and EOS of each document
+def test_pinned_wheels_give_known_bytes(tmp_path, pinned):
+    """A corpus of other bytes than those that are known is none."""
+    with pytest.raises(SystemExit, match=r"have the SHA-256 (\w{64} \w{64}), not 0 1; tokenizers is ") as refused:
+        build(tmp_path / "corpus")
+    assert not (tmp_path / "corpus").exists()
+    sums = re.search(r"\w{64} \w{64}", str(refused.value))[0]
+    pinned.write_text(pinned.read_text().replace("# quickstart: 0 1", f"# quickstart: {sums}"))
+    build(tmp_path / "corpus")
+    assert read_manifest(tmp_path / "corpus")["packages"] == {"train": ["one", "two_more"], "validation": ["held"]}
+    assert len(read_records(tmp_path / "corpus/train")) == 10
 
 
-def test_long_documents_split_at_line_boundaries(tmp_path, tree):
-    # U+2028 and the form feed separate lines for str.splitlines, but not for Python or an editor.
-    text = "".join(f"line {index} \u2028 \f {'ü' * 40}\n" for index in range(4000)) + "no newline at the end"
-    (tree / "package00" / "long.txt").write_text(text, encoding="utf-8")
-    out = tmp_path / "corpus"
-    assert build_tree(out, tree, "--held-out-fraction", 0) == 0
-
-    pieces = [r["text"] for r in read_records(out / "train") if r["path"] == "package00/long.txt"]
-    assert "".join(pieces) == text
-    assert len(pieces) == -(-len(text.encode()) // build_corpus.MAX_DOCUMENT_BYTES)
-    assert all(piece.endswith("\n") for piece in pieces[:-1])
-    assert all(len(piece.encode()) <= build_corpus.MAX_DOCUMENT_BYTES for piece in pieces)
-    assert not (out / "validation").exists()
+def test_other_wheels_are_refused(tmp_path, pinned):
+    pinned.write_text(re.sub("sha256:....", "sha256:0000", pinned.read_text()))
+    with pytest.raises(SystemExit, match="pip could not fetch"):
+        build(tmp_path / "corpus")
 
 
-def test_a_single_long_line_stays_whole():
-    line = "x" * 100 + "\n"
-    pieces = list(build_corpus.split_at_lines("a\n" + line + "b\n", max_bytes=10))
-    assert pieces == [("a\n", 2), (line, 101), ("b\n", 2)]
-
-
-def test_builds_are_reproducible_and_seeded(tmp_path, tree, monkeypatch):
-    for name, seed in (("first", 1), ("second", 1), ("other", 2)):
-        monkeypatch.setattr(build_corpus, "SEED", seed)
-        assert build_tree(tmp_path / name, tree) == 0
-    first = contents(tmp_path / "first")
-    assert first == contents(tmp_path / "second")
-    order = [[record["path"] for record in read_records(tmp_path / name / "train")] for name in ("first", "other")]
-    assert order[0] != order[1]
-    assert order[0] != sorted(order[0])
-
-
-def test_a_limited_corpus_samples_all_packages(tmp_path, tree):
-    out = tmp_path / "corpus"
-    assert build_tree(out, tree, "--max-bytes", 40_000) == 0
-    manifest = read_manifest(out)
-    assert 35_000 < sum(manifest["bytes"].values()) <= 40_000 and len(manifest["train_packages"]) > 10
-    assert len(read_records(out / "train")) == manifest["documents"]["train"]
-
-
-def test_rebuild_only_when_asked(tmp_path, tree, capsys):
-    out = tmp_path / "corpus"
-    assert build_tree(out, tree) == 0
-    before = contents(out)
-    (tree / "package05" / "new.py").write_text("value = 1\n" * 100)
-
-    capsys.readouterr()
-    assert build_tree(out, tree) == 0
-    assert "up to date" in capsys.readouterr().out
-    assert contents(out) == before
-
-    assert build_tree(out, tree, "--max-bytes", 50_000) == 2
-    assert "max_bytes (None -> 50000)" in capsys.readouterr().err
-    assert contents(out) == before
-
-    assert build_tree(out, tree, "--force") == 0
-    assert sum(read_manifest(out)["documents"].values()) == 101
-
-
-@pytest.mark.parametrize("force", [[], ["--force"]])
-def test_foreign_folders_are_not_touched(tmp_path, tree, capsys, force):
-    out = tmp_path / "thesis"
-    out.mkdir()
-    assert build_tree(out, tree, *force) == 0  # Empty folders are fine.
-
-    (out / "corpus.json").unlink()
-    before = contents(out)
-    assert build_tree(out, tree, *force) == 2
-    assert "not built by this tool" in capsys.readouterr().err
-    assert contents(out) == before
-
-
-@pytest.mark.slow
-def test_standard_library_by_default(tmp_path):
-    out = tmp_path / "corpus"
-    assert build(out, "--max-bytes", 2_000_000) == 0
-    manifest = read_manifest(out)
-    packages = manifest["train_packages"] + manifest["held_out_packages"]
-    assert all(package.startswith("stdlib/") for package in packages)
-    assert "stdlib/asyncio" in packages
-    assert not any("site-packages" in record["path"] for record in read_records(out / "train"))
-    assert 0 < manifest["bytes"]["validation"] <= 0.05 * sum(manifest["bytes"].values())
+def test_the_pins():
+    """Each wheel is for any machine; the large set holds out other wheels than it trains on."""
+    for name, least in (("quickstart", 2), ("large", 10)):
+        train, validation, sums = build_corpus.pins_of(name)
+        assert len(train) >= least and len(validation) == 1 and [len(value) for value in sums] == [64, 64]
+        assert all("==" in pin and len(pin.split("--hash=sha256:")[1]) == 64 for pin in train + validation)
 
 
 def job_config(out):
@@ -267,10 +189,10 @@ def job_config(out):
     return config
 
 
-def test_torchtitan_loads_the_tokenizer(tmp_path, tree, capsys):
+def test_torchtitan_loads_the_tokenizer(tmp_path, tree):
     """Small texts give fewer tokens than were asked for."""
     out = tmp_path / "corpus"
-    assert build_tree(out, tree) == 0
+    build_tree(out, tree)
     tokenizer = build_hf_tokenizer(job_config(out))
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     assert None not in (tokenizer.bos_id, tokenizer.eos_id)
@@ -283,10 +205,9 @@ def test_torchtitan_loads_the_tokenizer(tmp_path, tree, capsys):
     # torchtitan adds both tokens exactly when its data loader asks for them.
     assert tokenizer.encode(text, add_bos=True, add_eos=True) == [tokenizer.bos_id, *tokens, tokenizer.eos_id]
 
-    assert build_tree(tmp_path / "small", tree, "--vocab-size", 100_000) == 0
+    build_tree(tmp_path / "small", tree, "--vocab-size", 30_000)
     vocab_size = build_hf_tokenizer(job_config(tmp_path / "small")).get_vocab_size()
-    assert VOCAB_SIZE < vocab_size == read_manifest(tmp_path / "small")["vocab_size"] < 100_000
-    assert f"only {vocab_size} tokens" in capsys.readouterr().err
+    assert VOCAB_SIZE < vocab_size == read_manifest(tmp_path / "small")["vocab_size"] < 30_000
 
 
 @pytest.mark.parametrize(
@@ -296,7 +217,7 @@ def test_torchtitan_loads_the_tokenizer(tmp_path, tree, capsys):
 def test_torchtitan_trains_on_both_splits(tmp_path, tree, split, build_loader):
     """The whole split and nothing else, in its order."""
     out = tmp_path / "corpus"
-    assert build_tree(out, tree, "--held-out-fraction", 0.2) == 0
+    build_tree(out, tree)
     config = job_config(out)
     tokenizer = build_hf_tokenizer(config)
     batches = list(build_loader(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, job_config=config, infinite=False))
@@ -307,3 +228,8 @@ def test_torchtitan_trains_on_both_splits(tmp_path, tree, split, build_loader):
     stream = [token for text in texts for token in tokenizer.encode(text, add_bos=True, add_eos=True)]
     assert inputs["input"][0].tolist() == stream[:64]
     assert sum(len(labels) for _, labels in batches) == len(stream) // 65
+    assert sum(read_manifest(out)["tokens"].values()) == sum(
+        len(tokenizer.encode(record["text"], add_bos=True, add_eos=True))
+        for part in ("train", "validation")
+        for record in read_records(out / part)
+    )

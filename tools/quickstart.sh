@@ -80,7 +80,7 @@ else
 fi
 
 if ! python3 tools/build_corpus.py --out outputs/corpus 2>&1 | alive corpus; then
-    echo "To build it anew: python3 tools/build_corpus.py --out outputs/corpus --force" >&2
+    echo "To build it anew: rm -r outputs/corpus; of your own texts: python3 tools/build_corpus.py --out outputs/corpus --input DIR" >&2
     exit 2
 fi
 echo "Checking $CONFIG_FILE"
@@ -109,7 +109,6 @@ rm -f "$OUT/curves.png"
 python3 tools/compare_losses.py --run "$baseline=$OUT/$baseline" --run "fp8_flow=$OUT/fp8_flow" --tolerance 0.01 \
     --out "$OUT/curves.png" 2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
 cat "$OUT/table.txt"
-echo "Losses of single steps jump where another kind of file begins, at the same steps in both runs: compare the smoothed ones."
 [ "$device" = cpu ] && echo "$note"
 [ -e "$OUT/curves.png" ] && echo "curves: $OUT/curves.png"
 echo "table: $OUT/table.txt"

@@ -1,76 +1,45 @@
 #!/usr/bin/env bash
-# Pairs of runs, FP8 and the strongest bf16, on the GPUs of this machine:
+# Pairs of runs by torchtitan's command line: FP8, and the strongest bf16 of experiments/throughput.
 #
-#     bash experiments/convergence/pairs.sh start 1 2 3 4   # the pairs of these seeds, one run per GPU at a time
-#     bash experiments/convergence/pairs.sh collect [FILE]  # prints how far they are; writes the logs to WORK/pairs.json or FILE
-#     bash experiments/convergence/pairs.sh stop            # ends the runs that `start` began
+#     python tools/build_corpus.py --out outputs/corpus_large --set large
+#     bash experiments/convergence/pairs.sh 1 2 3   # the pairs of these seeds; FLAGS: overrides of torchtitan for all runs
 #
-# `start` returns at once. Runs stay in a session of their own and write below WORK. On a GPU the next run imports its
-# modules while one trains. The first seed's bf16 run also measures gradient noise.
+# Runs that have ended are left alone. The last lines compare all pairs; W&B has them offline, as a group. A seed decides
+# the initial weights; all runs read the same text in the same order, each token once.
 #
-# CORPUS  folder of corpus.sh's train.npy and validation.npy (default outputs/corpus60)
-# WORK    logs (default outputs/pairs)
-# GPUS    indices, separated by blanks (default: all)
-# FLAGS   for pair.py, torchtitan overrides included
-# NOISE   flags of the run that measures gradient noise
+# WORK   folder of the runs (default outputs/pairs)
+# NGPU   GPUs of a run (default 1)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-export CORPUS=${CORPUS:-outputs/corpus60} WORK=${WORK:-outputs/pairs} FLAGS=${FLAGS:-}
-export NOISE=${NOISE---noise-after 0.25 0.5 1}
-export PYTORCH_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$PWD/outputs/cache/inductor}
-export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/outputs/cache/triton} # all runs share both
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" CONFIG_FILE=train_configs/deepseek_v3_16b_short.toml
+work=${WORK:-outputs/pairs} corpus=outputs/corpus_large
+export WANDB_MODE=offline WANDB_PROJECT=titan_fp8moe
+WANDB_RUN_GROUP=pairs-$(basename "$work")
+export WANDB_RUN_GROUP
+read -ra flags <<<"${FLAGS:-}"
+fp8=(--model.converters fp8_flow_moe --parallelism.expert_parallel_degree "${NGPU:-1}")
+bf16=(--model.converters save_grouped_mm,fused_bf16,whole_blocks)
 
-queue() { # GPU, runs in order
-    local names=("${@:2}") pids=() i flags
-    launch() { # imports, then waits for its gate; of what follows, its output tells
-        flags=$FLAGS
-        [ "${names[$1]}" = "bf16-s$FIRST" ] && flags="$NOISE $FLAGS"
-        mkdir -p "$WORK/${names[$1]}"
-        rm -f "$WORK/${names[$1]}/gate"
-        # shellcheck disable=SC2086
-        CUDA_VISIBLE_DEVICES=$gpu THROUGHPUT_GATE=$WORK/${names[$1]}/gate python3 -m experiments.convergence.pair \
-            "${names[$1]}" --work "$WORK" --corpus "$CORPUS" $flags >"$WORK/${names[$1]}/output.log" 2>&1 &
-        pids[$1]=$!
-    }
-    local gpu=$1
-    launch 0
-    for i in "${!names[@]}"; do
-        touch "$WORK/${names[$i]}/gate"
-        [ $((i + 1)) -lt ${#names[@]} ] && launch $((i + 1))
-        wait "${pids[$i]}" || echo "${names[$i]} ended with exit status $?: see $WORK/${names[$i]}/output.log"
-    done
+run() { # name, seed, flags
+    export WANDB_RUN_NAME=$1
+    [ -e "$work/$1/done" ] && return
+    rm -rf "${work:?}/$1"
+    ./tools/run_train.sh --job.dump_folder "$work/$1" --job.custom_config_module experiments.throughput.setting \
+        --model.flavor 16B_6_layers_sdpa --model.hf_assets_path $corpus/tokenizer --training.dataset_path $corpus/train \
+        --debug.seed "$2" --optimizer.lr 4e-4 --lr_scheduler.warmup_steps 50 --lr_scheduler.decay_type linear \
+        --training.steps 288 --training.global_batch_size 8 --activation_checkpoint.mode selective --metrics.log_freq 1 \
+        --metrics.enable_wandb --validation.enable --validation.freq 288 --validation.steps 64 \
+        --validation.dataset c4_test --validation.dataset_path $corpus/validation --validation.seq_len 4096 \
+        --validation.local_batch_size 4 "${@:3}" "${flags[@]}"
+    touch "$work/$1/done"
 }
-export -f queue
 
-case ${1:-} in
-start)
-    shift
-    export FIRST=$1
-    read -ra gpus <<<"${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd' ')}"
-    mkdir -p "$WORK"
-    for index in "${!gpus[@]}"; do
-        order=() turn=$index
-        for seed in "${@:index+1}"; do # every n-th, each time in the other order
-            if [ $((turn++ % ${#gpus[@]})) = "$index" ]; then
-                [ $(((index + ${#order[@]} / 2) % 2)) = 0 ] && order+=("fp8-s$seed" "bf16-s$seed") || order+=("bf16-s$seed" "fp8-s$seed")
-            fi
-        done
-        [ ${#order[@]} = 0 ] && continue
-        echo "GPU ${gpus[$index]}: ${order[*]}"
-        setsid nohup bash -c 'queue "$@"' queue "${gpus[$index]}" "${order[@]}" >"$WORK/queue-$index.log" 2>&1 </dev/null &
-        echo $! >"$WORK/queue-$index.pid"
-    done
-    ;;
-collect)
-    tail -qn 2 "$WORK"/queue-*.log
-    python3 -m experiments.convergence.compare "$WORK" --save "${2:-$WORK/pairs.json}"
-    ;;
-stop)
-    for file in "$WORK"/queue-*.pid; do
-        kill -- "-$(cat "$file")" && rm "$file"
-    done
-    ;;
-*) sed -n '2,18p' "$0" >&2 && exit 2 ;;
-esac
+for seed in "$@"; do
+    run "bf16-s$seed" "$seed" "${bf16[@]}"
+    run "fp8-s$seed" "$seed" "${fp8[@]}"
+done
+runs=()
+for folder in "$work"/bf16-s* "$work"/fp8-s*; do
+    [ -e "$folder/done" ] && runs+=(--run "$(basename "$folder")=$folder")
+done
+python3 tools/compare_losses.py "${runs[@]}" --smooth 25 --save "$work/losses.json.xz" --out "$work/curves.png"
