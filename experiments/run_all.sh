@@ -8,10 +8,10 @@
 #     bash experiments/run_all.sh --only layers_16b train_qwen3
 #     bash experiments/run_all.sh --deepgemm DIR    # with DeepGEMM's compiled kernels, see kernels/deepgemm.py
 #
-# No part may take ten minutes. One that is done leaves outputs/run_all/PART.done; one that was cut off, as the sweep is,
-# goes on at the next call. Remove that folder to begin again. Logs lie next to it, records in experiments/*/results.json.
+# No part may take ten minutes. One that is done leaves outputs/run_all/PART.done; one that was cut off goes
+# on at the next call. Remove that folder to begin again. Logs lie next to it, records in experiments/*/results.json.
 # Parts named titan03 need torchtitan 0.3 in the environment, which excludes 0.2.2. The convergence study has a script
-# of its own, convergence/pairs.sh.
+# of its own, convergence/pairs.sh, and so has the search of the strongest bf16, throughput/search.py.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -90,9 +90,6 @@ train full_checkpoints 1 300 "${six[@]}" --variants fp8_flow bf16 -- --activatio
 train qwen3 1 530 --model qwen3_30b --layers 5 --attention sdpa --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 train qwen3_batch1 1 530 --model qwen3_30b --layers 5 --attention sdpa --local-batch 1 --seeds 0 1 \
     --variants fp8_flow bf16 bf16_whole "${fused[0]}"
-part sweep 1 530 python3 -m experiments.throughput.sweep --out experiments/throughput "${six[@]}" --budget 420 --timeout 100
-part sweep_qwen3 1 530 python3 -m experiments.throughput.sweep --out experiments/throughput --model qwen3_30b --layers 5 \
-    --attention sdpa --budget 420 --timeout 100
 part first_step 1 400 python3 -m experiments.throughput.first_step --out experiments/throughput --gpus 1 "${six[@]}"
 
 layers 16b 400 16B --tokens 16384 8192

@@ -12,7 +12,7 @@ A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=f
 ``bf16_fused:checkpointing=saved``. That is torchtitan's per op unless it is ``saved`` (per op, and ``_grouped_mm`` kept
 too), ``none`` or ``full``. Experts are spread over all GPUs, or over ``ep`` of them: ``bf16_fused:ep=1``. Overrides of
 torchtitan's after ``--`` hold for every run; the records carry them in their shape. How much fits is
-:mod:`experiments.throughput.sweep`'s question.
+:mod:`experiments.throughput.search`'s question.
 
 Dense models have no routing; their variants are ``bf16``, ``fp8_flow`` and torchao's float8:
 ``--model llama3_8b --layers 8 --variants bf16 float8_tensorwise float8_rowwise fp8_flow``. ``fp8_flow`` has FFNs in
@@ -67,6 +67,8 @@ CONVERTERS = {
     "bf16": [],
     "bf16_whole": ["whole_blocks"],  # its blocks compiled as one graph each
     "bf16_fused": ["fused_bf16", "whole_blocks"],
+    "bf16_reduced": ["reduce_bf16"],  # gradients are summed in bf16
+    "bf16_fused_reduced": ["reduce_bf16", "fused_bf16", "whole_blocks"],
     "torchao": ["torchao_rowwise"],
     "torchao_whole": ["torchao_rowwise", "whole_blocks"],
     "naive_blockwise": ["naive_blockwise"],  # a cast around each grouped GEMM
@@ -329,8 +331,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def finish(args: argparse.Namespace, prefix: str) -> str:
-    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have. A
-    sweep's has no local batch. Raises SystemExit: see :func:`require_fit`."""
+    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have.
+    Raises SystemExit: see :func:`require_fit`."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
     if args.model in DENSE:
@@ -342,7 +344,7 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
     shape = ", ".join(
         [
             f"{model.label}, {args.layers} layers, {args.attention}",
-            *[f"local batch {args.local_batch}"] * (prefix != "sweep"),
+            f"local batch {args.local_batch}",
             *[f"{args.routing} routing"] * (args.model not in DENSE),
             f"{args.gpus} GPU{'s' * (args.gpus > 1)}",
             *["CUDA graphs"] * args.cuda_graphs,

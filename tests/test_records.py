@@ -1,4 +1,4 @@
-"""Helpers that tests and experiments share: inputs are as described, and records keep what was measured."""
+"""Records keep what was measured, and say how."""
 
 import json
 import shutil
@@ -10,46 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import provenance, timing
+from experiments import provenance
 from experiments.provenance import environment
 from experiments.records import write_records
-from experiments.timing import AFTER_IDLING, BACK_TO_BACK, group_ends, median_ms
 from tests.processes import run_script
-from titan_fp8moe.recipe import TILE
-
-
-@pytest.mark.parametrize("rows,experts", [(2048, 8), (98304, 64), (204800, 256)])
-def test_group_ends(rows, experts):
-    ends = group_ends(rows, experts, "cpu")
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    assert ends.dtype == torch.int32 and ends.shape == (experts,) and ends[-1] == rows
-    assert (sizes >= 0).all() and (sizes % TILE == 0).all()
-    assert torch.equal(ends, group_ends(rows, experts, "cpu"))
-
-
-def test_medians_by_state(monkeypatch, capsys):
-    """Of candidates that take turns; a reference that fails is named and left out, ours is an error."""
-    monkeypatch.setattr(timing, "CUDA", True)
-    times = iter([3.0, 1.0, 2.0, 5.0, 4.0])
-    monkeypatch.setattr(timing, "back_to_back_ms", lambda run: next(times))
-    monkeypatch.setattr(timing, "after_idling_ms", lambda run: run() + 0.5)
-
-    def refused() -> float:
-        raise RuntimeError("no kernel for this GPU")
-
-    candidates = {"ours": lambda: 7.0, "reference": refused}
-    assert median_ms(candidates) == {BACK_TO_BACK: {"ours": 3.0}, AFTER_IDLING: {"ours": 7.5}}
-    assert "reference: no kernel for this GPU" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="no kernel"):
-        median_ms({"ours, fp32": refused})
-
-
-@pytest.mark.gpu
-def test_times_on_a_gpu():
-    busy = timing.elapsed_ms(lambda: timing.occupy(1, 2.0))
-    assert busy > 1.9  # others may use the GPU, and the first launch compiles
-    found = median_ms({"ours": lambda: timing.occupy(1, 1.0)}, busy_sms=True)
-    assert len(found) == 3 and all(ms["ours"] > 0.9 for ms in found.values())
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
