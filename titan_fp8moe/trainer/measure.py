@@ -19,7 +19,7 @@ from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear
+from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.dry_run import MetaMoE, Tokens, converted
 
@@ -102,7 +102,7 @@ def _layer(name: str, tokens: int, module: Any) -> Layer:
         w2 = experts.matrices().w2
         spec = ExpertSpec(experts.expert.activation, parameters=experts.expert.parameters)
         num_experts, D, H = max(w2.shape[0], module.top_k), *w2.shape[1:]  # a token's experts are different ones
-        shapes = [(num_experts, spec.rows_per_unit * H, D), (num_experts, D, H)]
+        shapes: list[tuple[int, ...]] = [(num_experts, spec.rows_per_unit * H, D), (num_experts, D, H)]
         if shared is not None:
             gather(shared)
             shapes += [tuple(w.shape) for w in cast(Any, shared).matrices()]
@@ -115,7 +115,7 @@ def _layer(name: str, tokens: int, module: Any) -> Layer:
         shape = tuple(module.weight.shape)
         fp8 = lambda x, w: linear(x, w, module.config)  # noqa: E731
         return Layer(f"linear {name}, {shape[0]}x{shape[1]}", tokens, 0, [shape], F.linear, fp8, F.linear)
-    shapes = [tuple(w.shape) for w in cast(Fp8FFN, module).matrices()]
+    shapes = [tuple(w.shape) for w in cast(Any, module).matrices()]
     what = f"dense FFN {name}, dims {shapes[1][0]} and {shapes[1][1]}"
     fp8 = lambda x, *weights: feed_forward(x, ExpertWeights(*weights), module.config)  # noqa: E731
     return Layer(what, tokens, 0, shapes, bf16_ffn, fp8, bf16_ffn)
