@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titan_fp8moe.kernels import warm_up
 
-warm_up.MAX_PROCESSES = 0  # a test compiles its kernels itself: on a GPU each worker of pytest would start sixteen
+begin, warm_up.begin = warm_up.begin, lambda *_: None  # a test compiles its kernels itself
 EVERY_S = 10
 LONGEST = (
     *("tests/distributed/test_layouts", "tests/test_kernels_compile", "tests/test_transformers"),

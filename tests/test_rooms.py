@@ -26,9 +26,6 @@ LAYERS = [
     {"doctor", "trainer"},
     set(ADAPTERS) | {"warm_up"},
 ]
-CHANGES_ELSEWHERE = [
-    "titan_fp8moe.kernels.warm_up: triton.knobs.compilation.listener = None",  # of a process that it has forked
-]
 CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")
 
@@ -133,7 +130,7 @@ def test_only_patches_change_other_packages():
                         found.append(f"{name}: {ast.unparse(node)}")
             if isinstance(node, ast.Call) and registers.search(ast.unparse(node.func)):
                 found.append(f"{name}: {ast.unparse(node)}")
-    assert sorted(found) == sorted(CHANGES_ELSEWHERE)
+    assert not found
 
 
 def test_core_imports_torch_and_triton_only():

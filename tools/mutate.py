@@ -41,7 +41,7 @@ TESTS = {
     "kernels/swiglu": ["kernels/test_swiglu.py"],
     "kernels/transpose": ["kernels/test_transpose.py"],
     "kernels/warm_up": ["test_warm_up.py"],
-    "layer/on_meta": ["test_warm_up.py"],
+    "kernels/compile": ["test_warm_up.py"],
     "layer/host": ["test_offload.py"],
     "nn/offload": ["test_offload.py"],
     "warm_up": ["test_warm_up.py"],

@@ -27,7 +27,6 @@ the routed experts, and their results join the same sums. They run while sums tr
 output's gradient travels in a backward. Weight gradients run while tokens' gradients travel.
 """
 
-import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -39,8 +38,6 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.dispatch import BACKENDS, Pairs
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Returned
-from titan_fp8moe.kernels import warm_up
-from titan_fp8moe.layer import on_meta
 from titan_fp8moe.layer.ffn import FFN, WeightGrads
 from titan_fp8moe.layer.group import (
     FORWARD_OPS,
@@ -100,12 +97,6 @@ def _routed_experts_forward(
 ) -> list[Tensor]:
     """The output (T, D), and :class:`Saved`. ``needs_grad``: whether x or the scores need gradients."""
     spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[X]
-    shapes = [cast(Tensor, w).shape for w in (weights[0], *shared_weights[:1])]
-    scales = [cast(Tensor, w).dtype for w in weights[3:4]]  # of weights that are stored in FP8
-    if warm_up.is_due(kind := (layer, *shapes, *scales), x_TD):
-        tensors = x_TD, topk_ids_TK, nan_flags, weights, shared_weights
-        run = functools.partial(on_meta.experts, _on_meta, *tensors, spec)
-        warm_up.compile_ahead(kind, [x_TD, topk_ids_TK, *weights, *shared_weights], run)
     (T, D), E, shared_rows, saved_shared = x_TD.shape, cast(Tensor, weights[0]).shape[0], None, None
     signature = _signature(spec, x_TD, topk_ids_TK.shape[1], needs_grad) if BACKENDS[spec.route.backend].travels else 0
     tokens = dispatch.begin(Pairs(topk_ids_TK, topk_scores_TK, E), spec.route, signature, spec.check_ids)
@@ -380,11 +371,3 @@ def run_experts(inputs: Sequence[Any], call: Call) -> Tensor:
     """A layer's output. ``inputs``: of :class:`Inputs`, flattened."""
     apply = _eagerly if BACKENDS[call.spec.route.backend].syncs_host else ExpertsFunction.apply
     return cast(Tensor, apply(*inputs, call))
-
-
-def _on_meta(inputs: Inputs, spec: LayerSpec) -> Tensor:
-    """A layer's output, as :func:`titan_fp8moe.layer.run.run_layer` computes it, for its kernels alone."""
-    stored = inputs.weights if isinstance(inputs.weights.w1, Fp8Weight) else None
-    if stored is not None:
-        inputs = inputs._replace(weights=NO_WEIGHTS)
-    return run_experts(inputs.flatten(), Call(spec, None, None, stored))

@@ -11,7 +11,6 @@ A forward is one op, for per-op activation checkpointing. An FFN's backward is t
 weight gradients are made.
 """
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.layer import on_meta, statistics
+from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
 from titan_fp8moe.layer.operands import (
@@ -99,9 +98,6 @@ def _feed_forward(
 ) -> list[Tensor]:
     """The output (T, D) in ``dtype``, and :class:`SavedGroup`. ``weights``: packed, of one expert."""
     spec = decode(BackwardSpec, backward)
-    if warm_up.is_due(kind := (backward, cast(Tensor, weights[0]).shape), x_TD):
-        run = functools.partial(on_meta.ffn, _FeedForward.apply, x_TD, weights, nan_flags, spec, dtype)
-        warm_up.compile_ahead(kind, [x_TD, *weights], run)
     q, _, scale, end = ops.quantize_group(x_TD, None if nan_flags is None else nan_flags[X])
     rows = GroupRows(q, scale, end)
     operands = WeightOperands(weights)
@@ -206,8 +202,10 @@ def feed_forward(
     _check_input(x, D)
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
     refuse_export((x, *weights))
-    out = _FeedForward.apply(x.reshape(-1, D), *weights, nan_flags, backward, cache, _result_dtype(x))
-    return out.view(x.shape)
+    args, x_TD, dtype = (*weights, nan_flags, backward), x.reshape(-1, D), _result_dtype(x)
+    if warm_up.is_due(kind := (backward, weights.w1.shape), x):
+        warm_up.compile_ahead(kind, _FeedForward.apply, x_TD, *args, None, dtype)
+    return _FeedForward.apply(x_TD, *args, cache, dtype).view(x.shape)
 
 
 def _check_input(x: Tensor, D: int) -> None:

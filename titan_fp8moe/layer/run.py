@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import flops  # noqa: F401  registers formulas
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
-from titan_fp8moe.layer.experts import Call, run_experts
+from titan_fp8moe.layer.experts import Call, ExpertsFunction, run_experts
 from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.lora import Lora, split_lora
 from titan_fp8moe.layer.operands import WeightCache
@@ -199,6 +200,10 @@ def run_layer(
         weights if stored is None else NO_WEIGHTS, shared.weights, biases, lora_tensors,
     ).flatten()  # fmt: skip
     refuse_export(inputs)
+    kind = spec, weights.w2.shape, getattr(shared.weights.w2, "shape", None), stored and stored.w2.scale.dtype
+    if warm_up.is_due(kind, x_TD):
+        alone = call._replace(cache=None, shared_cache=None, host=None)
+        warm_up.compile_ahead(kind, ExpertsFunction.apply, *inputs, alone)
     out = run_experts(inputs, call)
     return out if meanwhile is None else out + meanwhile()
 

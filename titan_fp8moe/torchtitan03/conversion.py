@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.torchtitan03 import job_checks, modules, parallel
 from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import derive_adapted, owner_of
@@ -131,6 +132,8 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     announce(plan, settings, tt.logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
     if not fp8:
         return
+    if preflight.trains_here():
+        warm_up.compile_job()
     for part in fp8.values():
         if part.kind != MOE:  # shared experts before their layer
             part.module.replace(_in_fp8(part, settings))

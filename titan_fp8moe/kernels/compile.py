@@ -1,0 +1,92 @@
+"""Compiles layers' kernels for Hopper GPUs into Triton's cache: ``python -m titan_fp8moe.kernels.compile < FILE``.
+
+The layers run on meta tensors, which collects their launches. No GPU is needed. FILE is a pickled tuple of a layer and
+its arguments, as :func:`titan_fp8moe.kernels.warm_up.compile_ahead` makes it.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+from titan_fp8moe.kernels import launch
+from titan_fp8moe.recipe import E8M0
+
+MAX_PROCESSES = 16
+NO_GPU: Any = SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
+Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
+
+_launches: list[Launch] = []
+
+
+def compile_all(layers: Iterable[Callable[[], Tensor]]) -> int:
+    """Compiles what the layers, forwards on meta tensors, and their backwards launch. Returns how many kernels failed.
+
+    The processes that share the work are forks, so call it where there is neither CUDA nor a thread.
+
+    Example::
+
+        experts = RoutedExperts(num_experts=64, dim=2048, hidden_dim=1408, device="meta", dtype=torch.bfloat16)
+        x = torch.empty(128, 2048, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        scores, ids = torch.empty(128, 64, device="meta", requires_grad=True).topk(6)
+        compile_all([lambda: experts(x, ids, scores)])
+    """
+    _launches[:] = recorded(layers)
+    driver.set_active(NO_GPU)
+    cpus = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # a rank needs one
+    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES)), multiprocessing.get_context("fork")) as pool:
+        done = [pool.submit(_compile, index) for index in range(len(_launches))]
+    return sum(future.exception() is not None for future in done)
+
+
+def recorded(layers: Iterable[Callable[[], Tensor]]) -> list[Launch]:
+    """What the layers launch and compiles to different kernels. GEMMs come first, and the last launch before the first
+    one: a layer that is called meanwhile compiles from the other end."""
+    with launch.recording() as launches:
+        for layer in layers:
+            out = layer()
+            out.backward(torch.empty_like(out))
+        launch.launch_probe("meta")
+    unique: dict[tuple, Launch] = {}
+    for kernel, tensors, constants in launches:
+        args = tuple(_pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
+        unique[kernel, *kernel._key(0, args, constants)[0]] = kernel, args, constants
+    # Triton 3.6's hash of a kernel depends on which others were hashed before, so this keeps the order of launches.
+    for kernel, *_ in unique.values():
+        _ = kernel.kernel.cache_key
+    return sorted(reversed(unique.values()), key=lambda item: "gemm" not in item[0].kernel.__module__)
+
+
+def _pointer(x: Tensor) -> Any:
+    """In the place of a meta tensor, whose ``data_ptr()`` is 0 whatever its offset. Allocations are aligned."""
+    dtype, offset = torch.uint8 if x.dtype == E8M0 else x.dtype, int(x.storage_offset()) * x.itemsize
+    return SimpleNamespace(dtype=dtype, data_ptr=lambda: offset, get_device=lambda: 0)
+
+
+def _compile(index: int) -> None:
+    kernel, args, constants = _launches[index]
+    compiled = kernel.compile(args, constants)
+    # Triton 3.6 lets a C compiler build a launcher for each signature, 0.3 s each. Later ones have one for all.
+    if hasattr(nvidia, "make_launcher"):
+        with contextlib.suppress(Exception):  # without libcuda, on a node without a GPU, the job builds it
+            nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+
+if __name__ == "__main__":
+    sys.exit(compile_all([functools.partial(*pickle.load(sys.stdin.buffer))]))
