@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
@@ -142,10 +144,13 @@ def test_the_kernels_of_a_layer(name):
 def compare_on_two_ranks() -> None:
     """A process that compiles has no group. Whatever the number of tokens is: 1, a multiple of 16, or one more."""
     dist.init_process_group("gloo")
-    found = []
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    weights = ExpertWeights(*(DTensor.from_local(w, mesh, [Shard(0)]) for w in cast(Any, matrices(E, H, D))))
     for backend, with_shared, tokens in itertools.product(("all_to_all", "symmetric"), (False, True), (1, 96)):
         tokens += dist.get_rank() * (backend == "all_to_all")
-        experts = a_layer(dispatch=backend)._replace(ep_group=dist.group.WORLD)
+        experts = a_layer(weights=weights if with_shared else None, dispatch=backend)._replace(
+            ep_group=dist.group.WORLD
+        )
         shared = Shared(one(matrices(1, 384, D))) if with_shared else None
         found.append(real_and_told(functools.partial(forward, tokens, experts, shared)))
     dist.destroy_process_group()
