@@ -79,7 +79,7 @@ else
     }
 fi
 
-if ! python3 tools/build_corpus.py --out outputs/corpus 2>&1 | alive corpus; then
+if [ ! -f outputs/corpus/corpus.json ] && ! python3 tools/build_corpus.py --out outputs/corpus 2>&1 | alive corpus; then
     echo "To build it anew: rm -r outputs/corpus; of your own texts: python3 tools/build_corpus.py --out outputs/corpus --input DIR" >&2
     exit 2
 fi
