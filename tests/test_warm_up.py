@@ -273,11 +273,13 @@ def kernels_of_16b(T: int) -> set[str]:
     x, scores = (torch.empty(T, 2048, dtype=torch.bfloat16, **meta), torch.empty(T, 6, **meta))
     ids = torch.empty(T, 6, dtype=torch.int64, **meta)
     shared, ffn = (one(matrices(1, H, 2048, torch.bfloat16, **meta)) for H in (2816, 10944))
-    experts = Experts(matrices(8, 1408, 2048, **meta), config, dist.group.WORLD, nan_flags=flags)
-
     inputs = x.requires_grad_(), ids, scores.requires_grad_()
-    moe = functools.partial(run_layer, *inputs, experts, Shared(shared))
-    return launched(worker.recorded([moe, lambda: feed_forward(x, ffn, config, nan_flags=flags)]))
+    layers = [functools.partial(feed_forward, x, ffn, config, nan_flags=flags)]
+    for dispatch in ("all_to_all", "symmetric"):  # auto may take both
+        over = Fp8FlowMoEConfig(dispatch=dispatch)
+        experts = Experts(matrices(8, 1408, 2048, **meta), over, dist.group.WORLD, nan_flags=flags)
+        layers.append(functools.partial(run_layer, *inputs, experts, Shared(shared)))
+    return launched(worker.recorded(layers))
 
 
 def test_the_kernels_of_a_job():

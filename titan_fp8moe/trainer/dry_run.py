@@ -13,6 +13,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
@@ -219,6 +220,12 @@ class MetaMoE(NamedTuple):
             tokens.gather(self.shared)
         watch(self.routed)
         self.experts.gathers_fp8 = False
+        return self.run_again(tokens)
+
+    def run_again(self, tokens: Tokens, **settings: Any) -> Tensor:
+        """After :meth:`run`, with other settings."""
+        routed = cast(Any, self.routed)
+        routed.config = replace(routed.config, **settings)
         return self.forward(tokens.rows(self.experts.matrices().w2.shape[1]), *tokens.routing(self.top_k))
 
 
@@ -244,8 +251,9 @@ def layers(
 ) -> Iterator[Callable[[], Tensor]]:
     """Forwards of :func:`converted` modules on meta tensors. They change the modules, and run once each."""
     for _, module in converted(parts, moe_of):
-        yield (
-            functools.partial(module.run, tokens)
-            if isinstance(module, MetaMoE)
-            else functools.partial(tokens.run, module)
-        )
+        if not isinstance(module, MetaMoE):
+            yield functools.partial(tokens.run, module)
+            continue
+        yield functools.partial(module.run, tokens)
+        if cast(Any, module.routed).config.dispatch == "auto":  # which may go over in a later step
+            yield functools.partial(module.run_again, tokens, dispatch="symmetric")
