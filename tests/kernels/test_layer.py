@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from experiments.reference import relative_error
-from tests import test_sizes
 from tests.kernels.conftest import INTERPRETED
+from tests.test_any_layer import PLAIN, Tensors, ours, steps, wanted
 from titan_fp8moe import grouped_ffn, grouped_mm, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
@@ -147,17 +147,18 @@ def test_rows_do_not_depend_on_the_batch(on_kernels, generator):
             torch.testing.assert_close(a, b[some], rtol=rounding, atol=0)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/test_sizes.py compares the kernels with float64")
-@pytest.mark.parametrize("how", ["apart", "fused transposed", "interleaved transposed"])
-def test_kernels_give_the_reference_of_padded_sizes(request, seed, how):
-    torch.manual_seed(seed)
-    args, _ = test_sizes.make(192, 80, torch.bfloat16)
-    want, _ = test_sizes.run(how, *args)
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_any_layer.py compares the kernels on a GPU")
+@pytest.mark.parametrize("stored", ["apart", "transposed", "interleaved"])
+def test_kernels_give_the_reference_of_padded_sizes(request, seed, stored):
+    bf16 = torch.bfloat16
+    layer = PLAIN._replace(tokens=70, dim=192, hidden=80, stored=stored, biased=True, dtype=bf16, weight_dtype=bf16)
+    layer = layer._replace(activation="clamped_swiglu", experts=4, top_k=2)
+    tensors = Tensors.of(layer, seed)
+    want = wanted(layer, tensors)
     request.getfixturevalue("on_kernels")
-    got, parameters = test_sizes.run(how, *args)
-    for name, a, b in zip(test_sizes.NAMES, got, want, strict=True):
-        assert relative_error(a, b) < 5e-3, name
-    assert all(p.grad.stride() == p.stride() for p in parameters)
+    for name, got in ours(layer, tensors).items():
+        assert relative_error(got, want[name]) < 5e-3, name
+        assert steps(got) == steps(tensors.leaves.get(name, got)), name
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="tests/test_matmul.py compares the kernels with float64")
