@@ -37,13 +37,14 @@ def check_inputs(
     gated = expert.gated
     parts = 2 if gated and w3 is None else 1
     even, H = H % parts == 0, H // parts
-    fits = even and (up is w1 or up.shape == sizes) and w2.shape == (E, D, H) and dtype == w2.dtype == up.dtype
+    fits = even and (up is w1 or up.shape == sizes) and w2.shape == (E, D, H)
+    fits = fits and dtype == w2.dtype == up.dtype and (stored or dtype in (torch.bfloat16, torch.float32))
     if not fits or not (gated or w3 is None):
         got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
         shapes = "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None"
         if not gated:
             shapes = f"activation {expert.activation!r} has no gate: w1 must be (E, H, D) with w3 None"
-        raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype; got {got}")
+        raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype, bf16 or fp32; got {got}")
     if expert.interleaved and parts == 1:
         raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None and a gate")
     D = rows[1]

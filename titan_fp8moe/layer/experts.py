@@ -299,7 +299,8 @@ class ExpertsFunction(torch.autograd.Function):
         kept, ctx.weights = weights.for_backward()
         # FSDP refills the aliases' memory before the backward, so that it cannot quantize stale values.
         ctx.save_for_backward(*aliases((*kept, *inputs.shared, *biases, *adapters)), *saved)
-        ctx.sizes, ctx.dim, ctx.x_dtype = (len(kept), len(biases), len(adapters)), inputs.x.shape[1], inputs.x.dtype
+        ctx.sizes = len(kept), len(inputs.shared), len(biases), len(adapters)
+        ctx.dim, ctx.x_dtype = inputs.x.shape[1], inputs.x.dtype
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.nan_flags, ctx.spec, ctx.layer = inputs.nan_flags, spec, layer
         return out
@@ -309,18 +310,17 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):  # pyrefly: ignore[bad-override] # one gradient per argument
         spec, layer, needs = ctx.spec, ctx.layer, list(ctx.needs_input_grad[:-1])
         needed = Inputs.of(needs, spec.expert.biased)
-        saved, (num_weights, num_biases, num_adapters) = list(ctx.saved_tensors), ctx.sizes
-        values, saved = saved[:num_weights], saved[num_weights:]
-        weights = ctx.weights or ExpertWeights.unpack(values)
-        shared, saved = ExpertWeights(*saved[:3]), saved[3:]
-        biases, saved = saved[:num_biases], saved[num_biases:]
-        adapters, saved = saved[:num_adapters], saved[num_adapters:]
+        saved, parameters = list(ctx.saved_tensors), []
+        for size in ctx.sizes:
+            parameters.append(saved[:size])
+            saved = saved[size:]
+        values, shared, biases, adapters = parameters
+        weights, shared = ctx.weights or ExpertWeights.unpack(values), ExpertWeights(*shared)
         with weights.held:
             packed = _packed(ctx, spec, weights.on_device(), shared)
             parameters = *packed, biases, adapters
-            halfway = _hidden_gradients_op(
-                dout, saved, needed.x, any(needed.biases or ()), *parameters, ctx.nan_flags, layer
-            )
+            needs_dbias = any(needed.biases or ())
+            halfway = _hidden_gradients_op(dout, saved, needed.x, needs_dbias, *parameters, ctx.nan_flags, layer)
             del saved[len(saved) - num_saved_h(spec.backward, spec.shared) :]  # freed, even if checkpointing kept it
             flat = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
         grads: Gradients = unpack(gradients_flags(needed), iter(flat))
@@ -336,7 +336,7 @@ class ExpertsFunction(torch.autograd.Function):
 
 
 def _packed(
-    ctx: Any, spec: LayerSpec, weights: ExpertWeights[Any], shared: ExpertWeights[Any]
+    ctx: Any, spec: LayerSpec, weights: ExpertWeights, shared: ExpertWeights
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """The weights of routed and of shared experts as an op takes them."""
     routed = pack_weights(weights, ctx.copies, spec.backward.weights != "trained")

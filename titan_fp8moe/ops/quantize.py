@@ -176,7 +176,6 @@ def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: 
         if len(alike) > 1:  # a kernel would read other memory
             raise ValueError(f"quantize_weight: gate and up must share E, K and the dtype of scales; got {alike}")
         return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
-    recipe.check_values(first)
     return quantize_weights(cast(list[Tensor], list(weights)), plain, transposed)
 
 
@@ -189,9 +188,6 @@ def quantize_weight(*weights: Tensor | Fp8Weight) -> Fp8Weight:
 
     Returns:
         The operand (E, sum of padded N_i, padded K).
-
-    Raises:
-        ValueError: for another dtype.
     """
     if len(weights) == 1 and isinstance(weights[0], Fp8Weight):
         return weights[0]
