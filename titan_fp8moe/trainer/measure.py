@@ -153,7 +153,7 @@ def bf16_moe(
     activate = ACTIVATIONS[expert.activation].forward
     a = activate(*(h.chunk(2, 1) if expert.gated else (h, None)), *expert.parameters)
     y_MD = multiply(a, w2.transpose(1, 2), offs=offsets_E).float() * scores_TK.flatten()[order].unsqueeze(1)
-    out = torch.zeros(x_TD.shape, device=x_TD.device).index_add(0, token, y_MD)
+    out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device).index_add(0, token, y_MD)
     return (out + bf16_ffn(x_TD, *shared) if shared else out).to(x_TD.dtype)
 
 
