@@ -220,10 +220,12 @@ class WeightCache:
         """The copies for such weights, made unless they are there.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured, and there are none yet.
+            RuntimeError: a CUDA graph is being captured, and there are none yet; or another process will run the graph.
         """
         sizes, device = [_sizes(group) for group in groups], groups[0][0].device
         if torch.compiler.is_compiling():
+            if _is_for_another_process():
+                raise RuntimeError("a saved graph cannot hold the buffers of a WeightCache; leave it out")
             _allocate_kind(self.kind, sizes, device)
         else:
             with self._lock:
