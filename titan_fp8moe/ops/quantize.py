@@ -172,8 +172,8 @@ def _operands(weights: tuple[Tensor | Fp8Weight, ...], plain: bool, transposed: 
     first, *others = weights
     if isinstance(first, Fp8Weight):
         last, last_scale = cast(Fp8Weight, others[0]) if others else (None, None)
-        alike = {(w.shape[0], w.shape[2], w.scale.dtype) for w in cast(tuple[Fp8Weight, ...], weights)}
-        if len(alike) > 1:  # a kernel would read other memory
+        alike = [(w.shape[0], w.shape[2], w.scale.dtype) for w in cast(tuple[Fp8Weight, ...], weights)]
+        if alike[0] != alike[-1]:  # a kernel would read other memory
             raise ValueError(f"quantize_weight: gate and up must share E, K and the dtype of scales; got {alike}")
         return join_weights(first.q, first.scale, last, last_scale, plain, transposed)
     return quantize_weights(cast(list[Tensor], list(weights)), plain, transposed)
