@@ -210,6 +210,7 @@ def _weight_gradient(dy: Quantized, x: Quantized, mode: str) -> Tensor:
     """dy^T x, (N, K) fp32."""
     if mode == "bf16":
         return _bf16(dy.values().T @ x.values())
-    operands = recipe.transpose_pair(*x.whole_blocks(), *dy.whole_blocks(), mode)
+    rows = x.whole_blocks(), dy.whole_blocks()
+    operands = recipe.transpose_pair(*rows[0], *rows[1], torch.tensor([len(rows[0][0])]), mode)
     x_t, dy_t = dequantize(*operands[:2]), dequantize(*operands[2:])
     return unpadded((dy_t @ x_t.T).T, dy.columns).T[:, : sum(x.columns)]

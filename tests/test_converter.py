@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.quantization import quantize_
 from torchtitan.models.gpt_oss.model import moe as gpt_oss_moe
-from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE
+from torchtitan.models.moe.moe import FeedForward, GroupedExperts, MoE, TokenReorderer
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
@@ -124,10 +124,14 @@ def test_empty_filter_is_an_error(value):
 
 def test_other_layers_are_refused():
     config = make_config()
-    model = make_model(config)
-    model.layers["1"].moe.__class__ = type("Other", (MoE,), {})
-    with refused("layers.1.moe is a Other with GroupedExperts", "in bf16 with fp8_flow_moe.filter_fqns"):
-        convert(config, model)
+    for part, base, said in (
+        ("", MoE, "layers.1.moe is a Other with GroupedExperts"),
+        ("reorderer", TokenReorderer, "layers.1.moe has a Other"),  # a converted layer does not call it
+    ):
+        model = make_model(config)
+        model.layers["1"].moe.get_submodule(part).__class__ = type("Other", (base,), {})
+        with refused(said, "leave", "in bf16 with fp8_flow_moe.filter_fqns"):
+            convert(config, model)
 
 
 @pytest.mark.parametrize(

@@ -380,6 +380,37 @@ def test_models_without_experts_are_refused():
             pass
 
 
+class TwoRouters(nn.Module):
+    """Two layers of experts in one forward, of which one may be in a block of its own."""
+
+    def __init__(self, nested: bool):
+        super().__init__()
+        self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
+        self.second = Model()
+        if not nested:
+            self.second_router, self.second_ffn = self.second.router, self.second.ffn
+            del self.second
+
+    forward = Model.forward
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_routers_in_one_forward_are_refused(nested: bool):
+    """A record would hold the second one's choice twice."""
+    model, second = TwoRouters(nested), "second.ffn" if nested else "second_ffn"
+    for context in (record_routing(model), replay_routing(model, choose(S, 2))):
+        with pytest.raises(ValueError, match=f"ffn and {second} are chosen in one module's forward"), context:
+            pass
+
+
+def test_a_replay_inside_another_is_refused():
+    model, ids = Model(), choose(S, 1, experts=E, top_k=K)
+    with replay_routing(model, ids):
+        model(torch.randn(S, D))
+        with pytest.raises(RuntimeError, match="leave the other replay_routing first"):
+            replay_routing(model, ids).__enter__()
+
+
 class Margin(Model):
     """Reads the margin between the best experts by a topk of its own."""
 

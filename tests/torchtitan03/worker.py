@@ -44,7 +44,7 @@ from tests.distributed.runner import batches, gather, gather_list, run_all, whol
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan03 import metrics, parallel
+from titan_fp8moe.torchtitan03 import names, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
@@ -290,7 +290,7 @@ def run(name: str, out: Path) -> dict:
         logged: dict[str, list[int]] = {}
         warnings: list[str] = []
         if name == "single_nan":
-            metrics.logger = SimpleNamespace(warning=warnings.append)
+            names.logger = SimpleNamespace(warning=warnings.append, info=lambda _: None)
             trainer.model_parts[0].layers["1"].moe.routed_experts.inner_experts.w2_EDF.data[0, 0, 0] = torch.nan
         if case.fp8 and "statistics_every" in case.fp8:
             trainer.metrics_processor.logger.log = lambda values, step: [

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_map_only
 from triton import knobs
 
@@ -32,7 +33,8 @@ _begun: list[subprocess.Popen] = []  # Python warns of those that are collected 
 
 def is_due(kind: Hashable, x: Tensor) -> bool:
     """Whether a layer of that kind, called with ``x``, is one for :func:`compile_ahead`."""
-    return x.is_cuda and not torch.compiler.is_compiling() and kind not in seen
+    traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+    return x.is_cuda and not traced and kind not in seen
 
 
 def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> None:

@@ -112,11 +112,13 @@ def _check_stored(weights: ExpertWeights[Any]) -> None:
             continue
         blocks = w.shape[0], *(size // BLOCK for size in w.shape[1:])
         sizes = w.shape[1] % BLOCK == 0 and w.scale.shape == blocks and w.q.is_contiguous() and w.scale.is_contiguous()
-        if not sizes or w.q.dtype != FP8 or w.scale.dtype not in SCALE_BITS:
+        here = w.q.device == w.scale.device or type(weights) is not ExpertWeights  # another reads values of the host
+        if not sizes or not here or w.q.dtype != FP8 or w.scale.dtype not in SCALE_BITS:
             raise ValueError(
                 f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with scales (E, N // 128, "
-                f"K // 128) in e8m0, fp32 or bf16; got {tuple(w.shape)} {w.dtype} and {tuple(w.scale.shape)} "
-                f"{w.scale.dtype}; Fp8Weight.of_blocks converts DeepSeek's format"
+                f"K // 128) in e8m0, fp32 or bf16 on its device; got {tuple(w.shape)} {w.dtype} on {w.q.device} and "
+                f"{tuple(w.scale.shape)} {w.scale.dtype} on {w.scale.device}; Fp8Weight.of_blocks converts DeepSeek's "
+                "format"
             )
         if torch.is_grad_enabled() and (w.q.requires_grad or w.scale.requires_grad):
             raise ValueError(

@@ -85,8 +85,18 @@ class Fp8AllGather(nn.Module):
         return self
 
     def local_weights(self, *params: nn.Parameter | None) -> list[Any]:
-        """The parameters as this rank's plain tensors; None for None."""
-        return [w.to_local() if isinstance(w, DTensor) else w for w in params]
+        """The parameters as this rank's plain tensors; None for None.
+
+        Raises:
+            RuntimeError: if FSDP was to gather them in FP8 and has not.
+        """
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in params]
+        if self.gathers_fp8 and not isinstance(weights[0], Fp8GatheredWeight):
+            raise RuntimeError(
+                "FSDP has not gathered the experts' weights in FP8: their tensors were replaced after fully_shard; "
+                "load into the parameters as they are (no assign=True), or set fp8_flow_moe.fp8_all_gather = false"
+            )
+        return weights
 
 
 def gather_in_fp8(param: DTensor) -> None:

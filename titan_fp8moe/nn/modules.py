@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -322,6 +323,8 @@ class Fp8RoutedExperts(_RunsLayer):
 
 def _are_padded_as_one(w1: Fp8Weight, w2: Fp8Weight) -> bool:
     """Whether w2 pads H and gate, w1's first half, has values in that place: up's, which would be read as gate's."""
+    if w1.q.is_meta or isinstance(w1.q, FakeTensor):
+        return False
     last = slice(w2.shape[2] - STEP, w2.shape[2])
     return bool(w1.q[:, last].view(torch.uint8).any() and not w2.q[:, :, last].view(torch.uint8).any())
 

@@ -85,7 +85,7 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
         for name, p in module.named_parameters(recurse=False)
-        if p.dtype == torch.uint8 and getattr(module, "ep_group", None) is not None
+        if not p.is_floating_point() and getattr(module, "ep_group", None) is not None
     ]  # this rank's, in FP8
     leave_out_of_ddp(model, [*experts, *stored])
     ddp = DistributedDataParallel(model, **kwargs)

@@ -85,7 +85,15 @@ def _layers(model: nn.Module) -> list[_Layer]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no RoutedExperts, and no modules named experts or routed_experts")
     wrappers = {module for layer in found for module in layer.experts.modules()}  # such as torch.compile's
-    return [layer for layer in found if layer.block not in wrappers]
+    layers = [layer for layer in found if layer.block not in wrappers]
+    for layer in layers:
+        inside = set(layer.block.modules())
+        if inner := [other.name for other in layers if other is not layer and other.block in inside]:
+            raise ValueError(
+                f"{layer.name} and {inner[0]} are chosen in one module's forward; give each router a module of its "
+                "own, which holds it and its experts"
+            )
+    return layers
 
 
 class RecordedRouting:
@@ -189,9 +197,11 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
         ValueError: for models that :func:`record_routing` refuses, and for ids or shapes that do not fit the model or
             the forward.
         RuntimeError: for a router that does not choose by ``torch.topk``, or a layer without a forward inside the
-            context. Also for a backward outside.
+            context. Also for a backward outside, and a replay inside another.
     """
     layers = _layers(model)
+    if any(getattr(layer.block.forward, "replays", False) for layer in layers):
+        raise RuntimeError("a routing is replayed already; leave the other replay_routing first")
     by_layer = zip(layers, _by_layer(routed_experts, len(layers)), strict=True)
     routed = {layer.name: (ids_TK, layer.num_experts) for layer, ids_TK in by_layer}
     missing, inside = set(routed), True
@@ -213,7 +223,7 @@ def replay_routing(model: nn.Module, routed_experts: Tensor) -> Iterator[None]:
         missing.discard(layer.name)
         return out
 
-    with _forwards_replaced(layers, replay):
+    with _forwards_replaced(layers, replay, replays=True):
         try:
             yield
         finally:
@@ -236,11 +246,12 @@ def _by_layer(routed_experts: Any, num_layers: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _forwards_replaced(layers: list[_Layer], run: Callable[..., Any]) -> Iterator[None]:
+def _forwards_replaced(layers: list[_Layer], run: Callable[..., Any], replays: bool = False) -> Iterator[None]:
     """Runs the blocks' forwards by ``run``. Libraries may have replaced them already."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            replaced = torch.compiler.disable(functools.partial(run, layer, layer.block.forward))
+            replaced: Any = torch.compiler.disable(functools.partial(run, layer, layer.block.forward))
+            replaced.replays = replays
             stack.enter_context(mock.patch.object(layer.block, "forward", replaced))
         yield
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.gpt_oss.model.moe import GptOssGroupedExperts, GptOssMoE
-from torchtitan.models.moe.moe import GroupedExperts, MoE
+from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -69,6 +69,11 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             f"fp8_flow_moe converts torchtitan's {known}, but {name} is a {type(layer).__name__} with "
             f"{type(layer.experts).__name__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove the converter "
             "that changed it"
+        )
+    if type(layer.reorderer) is not TokenReorderer:
+        raise ValueError(
+            f"fp8_flow_moe sorts routed pairs itself, but {name} has a {type(layer.reorderer).__name__}, which it "
+            "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
         )
     num_experts, dim, hidden_dim = down_projection(layer.experts).shape
     preflight.check_layer(name, num_experts, dim, hidden_dim, config, layout)

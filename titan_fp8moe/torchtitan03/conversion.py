@@ -223,6 +223,10 @@ def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
         return
     job_checks.check_policy(job.activation_checkpoint)
     if type(job.metrics) not in (tt.MetricsProcessor.Config, Fp8FlowMetrics.Config):
+        tt.logger.warning(
+            f"FP8-Flow-MoE: the NaN watch and statistics are off: {type(job.metrics).__qualname__} is not "
+            "torchtitan's MetricsProcessor.Config"
+        )
         return
     routed = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
     joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.fp8_shared}

@@ -52,7 +52,8 @@ def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
             f'CUDA graphs exclude fp8_flow_moe.dispatch = "{config.dispatch}", which reads split sizes on the host; '
             'set training.disable_cuda_graphs = true, or fp8_flow_moe.dispatch = "symmetric" if the ranks share a node'
         )
-    if config.statistics_every and (cuda_graphs or type(job.compile) is not tt.CompileConfig):
+    whole_steps = type(job.compile) is not tt.CompileConfig and preflight.compiles_model(job)
+    if config.statistics_every and (cuda_graphs or whole_steps):
         raise ValueError(
             "fp8_flow_moe.statistics_every works outside of CUDA graphs, and of the graphs of trainers that compile "
             "whole steps; set training.disable_cuda_graphs = true, or leave statistics_every out"

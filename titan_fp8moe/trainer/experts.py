@@ -100,4 +100,4 @@ def gpt_oss_expert(limit: float, score_before_experts: bool = False) -> ExpertSp
 def part_of_bias(bias: Tensor, ranks: int) -> Tensor:
     """A rank's part of the bias of outputs that ``ranks`` add up. Its gradient is that of the whole bias, which each of
     them has."""
-    return bias + (1 / ranks - 1) * bias.detach()
+    return bias.detach() / ranks + (bias - bias.detach())
