@@ -16,8 +16,9 @@ from tests.layer import assert_equal, refused
 from tests.processes import forks, run_script
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts
 from titan_fp8moe.export_fp8 import fp8_tensors
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear, fp8_parameters
+from titan_fp8moe.nn.modules import Fp8FlowLinear, fp8_parameters
 from titan_fp8moe.recipe import FP8
+from titan_fp8moe.trainer.experts import Fp8FFN
 from titan_fp8moe.trainer.plan import plain_name
 
 

@@ -1,12 +1,14 @@
 """Checks of a layer's tensors: each raises ValueError for what the kernels cannot take, with the remedy.
 
-They read shapes, dtypes and devices only, and run in every forward, so their host time counts.
+They read shapes, dtypes and devices only, and run in every forward, so their host time counts. Not so
+:func:`check_padded_apart`, which reads values where a module is made.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight
@@ -134,3 +136,12 @@ def check_device(x: Tensor) -> None:
             f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
             "torch.cuda.set_device"
         )
+
+
+def check_padded_apart(w1: Fp8Weight, w2: Fp8Weight) -> None:
+    """Rejects gate and up in one ``w1`` that were padded as one: where w2 pads H, gate's half has up's rows."""
+    if w1.q.is_meta or isinstance(w1.q, FakeTensor):
+        return
+    last = slice(w2.shape[2] - STEP, w2.shape[2])
+    if w1.q[:, last].view(torch.uint8).any() and not w2.q[:, :, last].view(torch.uint8).any():
+        raise ValueError("gate and up of this w1 were padded as one; pass them as w1 and w3, each padded by itself")

@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -14,17 +13,18 @@ from torch.utils.hooks import RemovableHandle
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer.checks import check_padded_apart
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
-from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.group import linear
 from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
 from titan_fp8moe.layer.operands import add_cache as add_cache_to
-from titan_fp8moe.layer.run import Experts, Shared, run_layer
+from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
 from titan_fp8moe.nn.parallel import follow_device, group_of, local_of, mesh_of, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import FP8, SCALE_BITS, STEP
+from titan_fp8moe.recipe import FP8, SCALE_BITS
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -184,8 +184,8 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
             ValueError: for shapes or scales' dtypes that do not fit, or gate and up that were padded as one.
         """
         expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
-        if w3 is None and expert.gated and _are_padded_as_one(w1, w2):
-            raise ValueError("gate and up of this w1 were padded as one; pass them as w1 and w3, each padded by itself")
+        if w3 is None and expert.gated:
+            check_padded_apart(w1, w2)
         w13 = w1 if w3 is None else ops.quantize_weight(w1, w3)
         return Fp8RoutedExperts(w13, w2, expert, Fp8FlowMoEConfig() if config is None else config, ep_group)
 
@@ -321,14 +321,6 @@ class Fp8RoutedExperts(_RunsLayer):
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, stored in FP8, {self.config.describe()}"
 
 
-def _are_padded_as_one(w1: Fp8Weight, w2: Fp8Weight) -> bool:
-    """Whether w2 pads H and gate, w1's first half, has values in that place: up's, which would be read as gate's."""
-    if w1.q.is_meta or isinstance(w1.q, FakeTensor):
-        return False
-    last = slice(w2.shape[2] - STEP, w2.shape[2])
-    return bool(w1.q[:, last].view(torch.uint8).any() and not w2.q[:, :, last].view(torch.uint8).any())
-
-
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     x, topk_ids, topk_scores = args
     return x, topk_ids, topk_scores.tensor if isinstance(topk_scores, KeepDtype) else topk_scores
@@ -383,42 +375,6 @@ def _spread_plain_weights(
                 "make DTensors of weights that each rank saved for itself, then load them: "
                 "DTensor.from_local(weight, experts.w1.device_mesh, experts.w1.placements)"
             )
-
-
-class Fp8FFN(nn.Module):
-    """Mixin of torchtitan's FeedForward: a dense FFN, or the shared experts of a MoE layer, which reads its weights."""
-
-    config: Fp8FlowMoEConfig
-    cache: WeightCache
-    nan_flags: Tensor | None = None
-    w1: nn.Linear
-    w2: nn.Linear
-    w3: nn.Linear
-
-    @property
-    def frozen(self) -> bool:
-        """Whether none of the weights is trained."""
-        return are_frozen(linear.weight for linear in (self.w1, self.w2, self.w3))
-
-    def matrices(self) -> ExpertWeights[Tensor]:
-        """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
-        return ExpertWeights(*(local_of(linear.weight) for linear in (self.w1, self.w2, self.w3)))
-
-    def shared(self, scores: Tensor | None = None) -> Shared:
-        """As the shared experts of a layer, for :func:`titan_fp8moe.layer.run.run_layer`."""
-        frozen = self.frozen
-        return Shared(self.matrices(), cache_of(self, frozen), frozen, scores)
-
-    def fp8_matrices(self) -> list[str]:
-        return ["w1.weight", "w2.weight", "w3.weight"]
-
-    def run(self, x: Tensor) -> Tensor:
-        """This rank's part of the FFN, (..., D) -> (..., D)."""
-        frozen = self.frozen
-        return feed_forward(x, self.matrices(), self.config, cache_of(self, frozen), self.nan_flags, frozen)
-
-    def extra_repr(self) -> str:
-        return self.config.describe()
 
 
 class Fp8FlowLinear(nn.Linear):

@@ -20,10 +20,10 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import Biases
-from titan_fp8moe.nn.modules import Fp8FFN, KeepDtype, add_cache
+from titan_fp8moe.nn.modules import KeepDtype, add_cache
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.trainer.experts import Placement, TitanExperts, gpt_oss_expert, part_of_bias
+from titan_fp8moe.trainer.experts import Fp8FFN, Placement, TitanExperts, gpt_oss_expert, part_of_bias
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
 
 _WITHOUT_FSDP = Placement(in_fsdp=False)

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe.nn.modules import Fp8FFN, Fp8FlowLinear
+from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.trainer import plan, preflight
+from titan_fp8moe.trainer.experts import Fp8FFN
 from titan_fp8moe.trainer.preflight import ExpertLayout
 
 # Parameter, gradient and Adam's two moments, all in the parameter's dtype.

@@ -1,4 +1,4 @@
-"""What the routed experts of both torchtitan adapters have in common: parameters by torchtitan's names, and a place."""
+"""Mixins that both torchtitan adapters share: of routed experts and of FFNs, by torchtitan's names of parameters."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -7,11 +7,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
+from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.lora import Lora
-from titan_fp8moe.layer.run import Experts
+from titan_fp8moe.layer.operands import WeightCache
+from titan_fp8moe.layer.run import Experts, Shared
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.nn.modules import cache_of
+from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
 
 # Mesh dims over which FSDP does not gather, but may shard a parameter too.
@@ -78,6 +82,42 @@ class TitanExperts(Fp8AllGather):
             self.lora(),
             nan_flags=owner.nan_flags,
         )
+
+
+class Fp8FFN(nn.Module):
+    """Mixin of torchtitan's FeedForward: a dense FFN, or the shared experts of a MoE layer, which reads its weights."""
+
+    config: Fp8FlowMoEConfig
+    cache: WeightCache
+    nan_flags: Tensor | None = None
+    w1: nn.Linear
+    w2: nn.Linear
+    w3: nn.Linear
+
+    @property
+    def frozen(self) -> bool:
+        """Whether none of the weights is trained."""
+        return are_frozen(linear.weight for linear in (self.w1, self.w2, self.w3))
+
+    def matrices(self) -> ExpertWeights[Tensor]:
+        """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
+        return ExpertWeights(*(local_of(linear.weight) for linear in (self.w1, self.w2, self.w3)))
+
+    def shared(self, scores: Tensor | None = None) -> Shared:
+        """As the shared experts of a layer, for :func:`titan_fp8moe.layer.run.run_layer`."""
+        frozen = self.frozen
+        return Shared(self.matrices(), cache_of(self, frozen), frozen, scores)
+
+    def fp8_matrices(self) -> list[str]:
+        return ["w1.weight", "w2.weight", "w3.weight"]
+
+    def run(self, x: Tensor) -> Tensor:
+        """This rank's part of the FFN, (..., D) -> (..., D)."""
+        frozen = self.frozen
+        return feed_forward(x, self.matrices(), self.config, cache_of(self, frozen), self.nan_flags, frozen)
+
+    def extra_repr(self) -> str:
+        return self.config.describe()
 
 
 def fsdp_shards(param: Tensor) -> int | None:
