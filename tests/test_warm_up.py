@@ -94,7 +94,7 @@ def layers() -> dict[str, Callable[[], Tensor]]:
 
 
 class Begun(io.BytesIO):
-    """In the place of a process that compiles: keeps what it is told."""
+    """In the place of a process that compiles: keeps its input."""
 
     told = b""
 
@@ -104,7 +104,7 @@ class Begun(io.BytesIO):
 
 
 def ahead(told: bytes) -> set[str]:
-    """The launches that a process compiles that is told this."""
+    """The launches that a process compiles from this input."""
     return launched(worker.recorded([functools.partial(*pickle.loads(told))]))
 
 

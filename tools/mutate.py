@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_fp8moe"
 TIMEOUT = 400  # seconds for the tests of one mutation; one that hangs is noticed
-CORE = ["test_moe.py", "test_ops.py", "test_recipe.py", "test_weights.py", "test_dense.py"]
+CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_weights.py", "test_dense.py"]
 ADAPTER = ["test_converter.py", "test_compat.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {

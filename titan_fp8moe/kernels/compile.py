@@ -56,8 +56,8 @@ def compile_all(layers: Iterable[Callable[[], Tensor]]) -> int:
 
 
 def recorded(layers: Iterable[Callable[[], Tensor]]) -> list[Launch]:
-    """What the layers launch and compiles to different kernels. GEMMs come first, and the last launch before the first
-    one: a layer that is called meanwhile compiles from the other end."""
+    """The layers' launches, one for each kernel that they compile to. GEMMs come first, and the last launch before the
+    first one: a layer that is called meanwhile compiles from the other end."""
     with launch.recording() as launches:
         for layer in layers:
             out = layer()

@@ -43,7 +43,7 @@ class Hidden(NamedTuple):
 
 
 class HiddenGradients(NamedTuple):
-    """What the first half of a backward leaves to the second: the operands of the weight gradients, and more.
+    """Tensors that the first half of a backward leaves to the second, such as operands of weight gradients.
 
     Attributes:
         dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; rows in expert order.

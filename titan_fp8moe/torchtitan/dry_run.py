@@ -114,7 +114,7 @@ def report(built: Built) -> str:
 
 
 def memory_job(config: JobConfig, dims: ParallelDims) -> memory.Job:
-    """What :mod:`titan_fp8moe.trainer.memory` needs to know."""
+    """The job as :mod:`titan_fp8moe.trainer.memory` reads it."""
     training, checkpoint = config.training, config.activation_checkpoint
     # torchtitan autocasts neither under tensor nor under pipeline parallelism, if FSDP does not cast.
     casts = dims.fsdp_enabled or dims.ep_enabled or not (dims.tp_enabled or dims.pp_enabled)
@@ -183,7 +183,7 @@ def from_command_line(description: str | None) -> Built:
 
 
 def lacking(config: JobConfig) -> Iterator[str]:
-    """What training would not find on this machine."""
+    """Yields a sentence for each file that training would lack on this machine."""
     assets = config.model.hf_assets_path
     if not any((Path(assets) / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
         yield f"model.hf_assets_path = {assets!r} has no tokenizer.json"

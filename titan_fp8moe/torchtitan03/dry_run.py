@@ -83,7 +83,7 @@ def report(built: Built) -> str:
 
 
 def memory_job(config: Any, dims: tt.ParallelDims) -> memory.Job:
-    """What :mod:`titan_fp8moe.trainer.memory` needs to know."""
+    """The job as :mod:`titan_fp8moe.trainer.memory` reads it."""
     policy = config.activation_checkpoint
     return memory.Job(
         config,

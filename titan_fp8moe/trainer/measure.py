@@ -1,8 +1,8 @@
 """Times one rank's layers of a job in bf16 and in FP8, on a GPU: ``--measure`` of a dry run.
 
 The first MoE layer, dense FFN and linear of each shape run forward and backward, with the job's tokens, random weights
-and a random router. bf16 is the strongest that PyTorch has: a graph of torch.compile with gate and up in one grouped
-GEMM, and activations in bf16. FP8 quantizes its weights each time. Biases are left out.
+and a random router. bf16 is a graph of torch.compile with gate and up in one grouped GEMM, and activations in bf16. FP8
+quantizes its weights each time. Biases are left out.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Layer(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of a layer: tensors that get gradients, rows first; others by name; the gradient of its output."""
+    """A layer's tensors that get gradients, rows first; others by name; the gradient of its output."""
 
     leaves: list[Tensor]
     others: dict[str, Tensor]
@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
         return [out.detach(), *torch.autograd.grad(out, self.leaves, self.dout)]
 
     def saved_bytes(self, run: Callable[..., Tensor]) -> int:
-        """What autograd keeps between forward and backward, without the weights."""
+        """Bytes that autograd keeps between forward and backward, without the weights."""
         weights, kept = {w.untyped_storage().data_ptr() for w in self.leaves[1:]}, {}
 
         def pack(t: Tensor) -> Tensor:
@@ -182,12 +182,12 @@ def milliseconds(run: Callable[[], object]) -> float:
 def describe(
     layer: Layer, device: str = "cuda", clock: Callable[..., float] = milliseconds, compiled: Any = torch.compile
 ) -> Iterator[str]:
-    """What a layer takes in both precisions, and from how many tokens on FP8 pays. ``clock`` times a call."""
+    """Yields a layer's times in both precisions, and from how many tokens on FP8 pays. ``clock`` times a call."""
     torch.compiler.reset()  # or dims that differ from another layer's become symbols
     runs = [compiled(layer.bf16), compiled(layer.fp8)]
 
     def times(inputs: Inputs) -> list[float]:
-        """Of both, which take turns."""
+        """Milliseconds of both, which take turns."""
         turns = [[clock(functools.partial(inputs.step, run)) for run in runs] for _ in range(ROUNDS)]
         return [statistics.median(of_one) for of_one in zip(*turns, strict=True)]
 
