@@ -162,3 +162,20 @@ def test_symmetric_dispatch_needs_ranks_of_one_node(
     layout = preflight.ExpertLayout(ranks, hidden_dim_shards, 1, 64)
     with refused(*error):
         preflight.check_dispatch(Fp8FlowMoEConfig(dispatch=dispatch), layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("save_h", dict(save_h="fp8", recompute="experts")),
+        ("dispatch", dict(dispatch="symmetric")),
+        ("dispatch_capacity", dict(dispatch_capacity=2.0)),
+        ("cache_layouts", dict(cache_layouts="forward")),
+        ("fp8_all_gather", dict(fp8_all_gather=True)),
+        (None, dict(save_h="fp8", cache_layouts="forward", cache_weights=True)),
+    ],
+)
+def test_settings_without_effect_are_named(caplog, name, settings):
+    layout = preflight.ExpertLayout(1, 1, 1, 64)
+    preflight.warn_of_settings_without_effect(Fp8FlowMoEConfig(**settings), layout)
+    assert [line.split(" = ")[0] for line in caplog.messages] == ([f"fp8_flow_moe.{name}"] if name else [])

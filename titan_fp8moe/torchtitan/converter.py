@@ -59,6 +59,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         preflight.check_dispatch(self.config, self.layout)
+        preflight.warn_of_settings_without_effect(self.config, self.layout)
 
     def convert(self, model: nn.Module) -> None:
         plan = make_plan(

@@ -159,6 +159,7 @@ def _check(
     way = auto_dispatch.prepare(settings, layout, job_checks.why_all_to_all(job))
     job_checks.check_job(job, settings)
     preflight.check_dispatch(settings, layout)
+    preflight.warn_of_settings_without_effect(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
     return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way

@@ -4,6 +4,7 @@ Each raises ValueError with the setting to change. Nearly all settings have the 
 adapters' ``job_checks`` have the others, and limits of one release.
 """
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops.backend import emulating, pass_gate
 from titan_fp8moe.recipe import STEP, TILE
+
+logger = logging.getLogger(__name__)
 
 # Other schedules compute input and weight gradients at different times; a converted layer computes both at once.
 _WHOLE_BACKWARD = ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS")
@@ -231,3 +234,17 @@ def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
             f"ranks share the experts and a node has {local_ranks}; lower "
             'parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "all_to_all"'
         )
+
+
+def warn_of_settings_without_effect(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """Logs a warning for each setting that the others, or the layout, make void."""
+    capacity = config.dispatch_capacity != Fp8FlowMoEConfig.dispatch_capacity
+    void = {
+        "save_h": config.recompute == "experts" and config.save_h == "fp8",
+        "dispatch": config.dispatch == "symmetric" and layout.expert_shards == 1,
+        "dispatch_capacity": config.dispatch != "symmetric" and capacity,
+        "cache_layouts": config.cache_layouts == "forward" and not config.cache_weights,
+        "fp8_all_gather": config.fp8_all_gather and layout.fsdp_shards == 1,
+    }
+    for name in (name for name, is_void in void.items() if is_void):
+        logger.warning(f"fp8_flow_moe.{name} = {getattr(config, name)!r} has no effect in this job; leave it out")
