@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Pairs of runs by torchtitan's command line: FP8, and the strongest bf16 of experiments/throughput.
+# Three runs a seed by torchtitan's command line: FP8, the strongest bf16 of experiments/throughput, and that bf16 again
+# with one bit of one initial weight changed, the yardstick.
 #
 #     python tools/build_corpus.py --out outputs/corpus_large --set large
-#     bash experiments/convergence/pairs.sh 1 2 3   # the pairs of these seeds; FLAGS: overrides of torchtitan for all runs
+#     bash experiments/convergence/pairs.sh 1 2 3    # of these seeds
 #
-# Runs that have ended are left alone. The last lines compare all pairs; W&B has them offline, as a group. A seed decides
+# Runs that have ended are left alone. The last lines compare all runs; W&B has them offline, as a group. A seed decides
 # the initial weights; all runs read the same text in the same order, each token once.
 #
+# RUNS   which of the three (default "bf16 fp8 bf16_bit"), so that several cards can share them
+# FLAGS  overrides of torchtitan for all runs
 # WORK   folder of the runs (default outputs/pairs)
 # NGPU   GPUs of a run (default 1)
 set -euo pipefail
@@ -18,7 +21,7 @@ WANDB_RUN_GROUP=pairs-$(basename "$work")
 export WANDB_RUN_GROUP
 read -ra flags <<<"${FLAGS:-}"
 fp8=(--model.converters fp8_flow_moe --parallelism.expert_parallel_degree "${NGPU:-1}")
-bf16=(--model.converters save_grouped_mm,fused_bf16,whole_blocks)
+bf16=save_grouped_mm,fused_bf16,whole_blocks
 
 run() { # name, seed, flags
     export WANDB_RUN_NAME=$1
@@ -35,11 +38,16 @@ run() { # name, seed, flags
 }
 
 for seed in "$@"; do
-    run "bf16-s$seed" "$seed" "${bf16[@]}"
-    run "fp8-s$seed" "$seed" "${fp8[@]}"
+    for name in ${RUNS:-bf16 fp8 bf16_bit}; do
+        case $name in
+        fp8) run "fp8-s$seed" "$seed" "${fp8[@]}" ;;
+        bf16) run "bf16-s$seed" "$seed" --model.converters "$bf16" ;;
+        bf16_bit) run "bf16_bit-s$seed" "$seed" --model.converters "$bf16,changed_bit" ;;
+        esac
+    done
 done
 runs=()
-for folder in "$work"/bf16-s* "$work"/fp8-s*; do
+for folder in "$work"/bf16-s* "$work"/fp8-s* "$work"/bf16_bit-s*; do
     [ -e "$folder/done" ] && runs+=(--run "$(basename "$folder")=$folder")
 done
 python3 tools/compare_losses.py "${runs[@]}" --smooth 25 --save "$work/losses.json.xz" --out "$work/curves.png"

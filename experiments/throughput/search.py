@@ -9,7 +9,6 @@ go to the file one by one, and what it has of this card and commit is not run ag
 import argparse
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,10 +80,10 @@ def measure(curve: Curve, batch: int, timeout: float) -> dict:
         result = run.result(run.wait(timeout), STEADY)
     finally:
         run.end()
-    tokens, error = result["tokens_per_second"], result["error"]
+    speed, error = result["overall_tokens_per_second"], result["error"]
     if error not in (None, OUT_OF_MEMORY):
         print(f"{run.log}: {error}", file=sys.stderr)
-    speed = None if error else round(statistics.harmonic_mean(tokens))
+    speed = None if error else round(speed)
     return {"error": error, "tokens_per_second": speed, "gib": None if error else result["peak_memory_gib"]}
 
 

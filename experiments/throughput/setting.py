@@ -104,6 +104,19 @@ def fused_bf16(model: nn.Module) -> None:
 
 
 @converter
+def changed_bit(model: nn.Module) -> None:
+    """Changes the last bf16 bit of one initial weight: how far such a run parts is how far bf16 is from itself."""
+    init_weights = model.init_weights
+
+    def init_and_change(*args, **kwargs) -> None:
+        init_weights(*args, **kwargs)
+        weight = next(p for name, p in model.named_parameters() if "attention.w" in name)
+        getattr(weight, "to_local", lambda: weight)().view(torch.int32)[0, 0] ^= 1 << 16
+
+    model.init_weights = init_and_change
+
+
+@converter
 def save_grouped_mm(model: nn.Module) -> None:
     """Adds bf16's grouped GEMM to what per-op checkpointing keeps, as ``fp8_flow_moe`` adds ours."""
     for parallelize in (deepseek_v3_parallelize, qwen3_parallelize):

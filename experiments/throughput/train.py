@@ -219,7 +219,7 @@ class Run:
         shutil.rmtree(self.dump, ignore_errors=True)
 
     def result(self, error: str | None, warm: int = STEADY) -> dict:
-        """Figures of the steps after the first ``warm``."""
+        """Figures of the steps after the first ``warm``: the speed is all their tokens over all their time."""
         rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
         steady = [row for row in rows if int(row[0]) > warm]
         tokens = [int(row[4].replace(",", "")) for row in steady]
@@ -230,7 +230,7 @@ class Run:
             "seed": self.seed,
             "error": error or next(iter(broken), None),
             "tokens_per_second": tokens,
-            "median_tokens_per_second": statistics.median(tokens) if tokens else None,
+            "overall_tokens_per_second": statistics.harmonic_mean(tokens) if tokens else None,
             "peak_memory_gib": max((float(row[3]) for row in steady), default=None),
             "losses": losses,
         }
@@ -268,8 +268,8 @@ def line(result: dict) -> str:
     """A run's speed, memory and last loss, and what went wrong."""
     parts = [f"{result['variant']}, seed {result['seed']}"]
     if tokens := result["tokens_per_second"]:
-        median, loss = result["median_tokens_per_second"], [*result["losses"].values()][-1]
-        parts.append(f"{median:,.0f} tokens/s/GPU ({min(tokens):,} to {max(tokens):,})")
+        overall, loss = result["overall_tokens_per_second"], [*result["losses"].values()][-1]
+        parts.append(f"{overall:,.0f} tokens/s/GPU ({min(tokens):,} to {max(tokens):,})")
         parts.append(f"{result['peak_memory_gib']} GiB, loss {loss}")
     return ", ".join(filter(None, (*parts, result["error"])))
 
@@ -280,7 +280,7 @@ def record_name(model: str, variant: str, suffix: str = "") -> str:
     return " ".join(part for part in (f"train_{model}", *options, suffix) if part)
 
 
-MEASURED = ("median_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib", "GiB reserved", "memory")
+MEASURED = ("overall_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib", "GiB reserved", "memory")
 
 
 def records(
