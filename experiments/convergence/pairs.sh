@@ -28,7 +28,7 @@ run() { # name, seed, flags
     [ -e "$work/$1/done" ] && return
     rm -rf "${work:?}/$1"
     ./tools/run_train.sh --job.dump_folder "$work/$1" --job.custom_config_module experiments.throughput.setting \
-        --model.flavor 16B_6_layers_sdpa --model.hf_assets_path $corpus/tokenizer --training.dataset_path $corpus/train \
+        --model.flavor 16B_6_layers_sdpa_8k --model.hf_assets_path $corpus/tokenizer --training.dataset_path $corpus/train \
         --debug.seed "$2" --optimizer.lr 4e-4 --lr_scheduler.warmup_steps 50 --lr_scheduler.decay_type linear \
         --training.steps 288 --training.global_batch_size 8 --activation_checkpoint.mode selective --metrics.log_freq 1 \
         --metrics.enable_wandb --validation.enable --validation.freq 288 --validation.steps 64 \

@@ -3,7 +3,8 @@ the model converters of train.py's variants.
 
 Flavors are ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n layers dense, and
 ``30B-A3B_<n>_layers_<attention>`` of qwen3; of llama3 ``8B_<n>_layers_<attention>``, and ``1B_...``, which is Llama
-3.2's with an output of its own. Attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU.
+3.2's with an output of its own. Attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU. ``_8k`` behind
+the name is a vocabulary of 8,192.
 
 A process that has come this far has imported everything, and waits for its turn.
 """
@@ -48,9 +49,9 @@ for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B"), (llama3
     for num_layers in range(2, base.n_layers + 1):
         for attention, mask in MASKS.items():
             copied = {"moe_args": replace(base.moe_args)} if hasattr(base, "moe_args") else {}
-            flavors[f"{name}_{num_layers}_layers_{attention}"] = replace(
-                base, **copied, n_layers=num_layers, attn_type=attention, attn_mask_type=mask
-            )
+            flavor = replace(base, **copied, n_layers=num_layers, attn_type=attention, attn_mask_type=mask)
+            flavors[f"{name}_{num_layers}_layers_{attention}"] = flavor
+            flavors[f"{name}_{num_layers}_layers_{attention}_8k"] = replace(flavor, vocab_size=8192)
 
 
 def converter(convert: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
