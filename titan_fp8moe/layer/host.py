@@ -133,7 +133,7 @@ class HostWeights(ExpertWeights[Fp8Weight]):
     _buffer: _Buffer | None = None
 
     @property
-    def held(self) -> "HostWeights":  # pyrefly: ignore[bad-override]
+    def held(self) -> "HostWeights":
         return self
 
     def on_device(self) -> ExpertWeights[Fp8Weight]:

@@ -33,8 +33,10 @@ class ExpertWeights(NamedTuple, Generic[W]):
     w2: W
     w3: W | None = None
 
-    held = contextlib.nullcontext()
-    """The context in which a layer reads the weights."""
+    @property
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which a layer reads the weights; made anew, since torch 2.11 cannot trace one that is there."""
+        return contextlib.nullcontext()
 
     def on_device(self) -> "ExpertWeights[W]":
         """The weights as ops read them."""
