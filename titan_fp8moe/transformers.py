@@ -16,6 +16,7 @@ import functools
 import inspect
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -258,12 +259,19 @@ def _first(experts: Any) -> str:
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
-@torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
+def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """In a graph's trace the function runs once. Torch before 2.13 passes it no modules and breaks the graph instead."""
+    if torch.__version__ >= "2.13":
+        return torch.compiler.assume_constant_result(function)
+    return torch.compiler.disable(function, reason="run the model once before torch.compile(fullgraph=True)")
+
+
+@_outside_of_graphs
 def _add_cache(experts: Any, layouts: Layouts) -> None:
     add_cache(experts, layouts, name="fp8_flow_cache")
 
 
-@torch.compiler.assume_constant_result  # reads values on the host; in a graph's trace it runs once
+@_outside_of_graphs  # it reads values on the host
 def _round_scales(experts: Any) -> None:
     """Replaces weights and scales by those with powers of two, once."""
     pairs = [(getattr(experts, name), getattr(experts, f"{name}_scale_inv")) for name in (_first(experts), "down_proj")]
@@ -326,7 +334,7 @@ def _expert(experts: Any) -> ExpertSpec | None:
     return experts.fp8_flow_expert
 
 
-@torch.compiler.assume_constant_result  # in a graph's trace it runs once, outside of the graph
+@_outside_of_graphs
 def _find_expert(experts: Any) -> None:
     # The gate is read from numbers, whatever the caller's default device, and in torch.export's fake mode too.
     outside = torch._C.DisableTorchFunction(), _disable_current_modes()
