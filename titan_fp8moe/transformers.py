@@ -260,7 +260,7 @@ def _first(experts: Any) -> str:
 
 
 def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
-    """In a graph's trace the function runs once. Torch before 2.13 passes it no modules and breaks the graph instead."""
+    """In a graph's trace the function runs once. Torch before 2.13 passes it no modules: there it breaks the graph."""
     if torch.__version__ >= "2.13":
         return torch.compiler.assume_constant_result(function)
     return torch.compiler.disable(function, reason="run the model once before torch.compile(fullgraph=True)")

@@ -35,7 +35,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
 
     @property
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which a layer reads the weights; made anew, since torch 2.11 cannot trace one that is there."""
+        """The context in which a layer reads the weights. Torch 2.11 cannot trace one that is there already."""
         return contextlib.nullcontext()
 
     def on_device(self) -> "ExpertWeights[W]":
