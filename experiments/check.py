@@ -1,129 +1,150 @@
-"""Checks for ``python -m experiments.tables --check``: records give each figure of a page's text, of stated commits.
+"""Checks for ``python -m experiments.tables``: one source gives each figure in the text of a page, and no other may.
 
-* A number before x, %, ms, s, GiB or tokens/s needs a record. It is one of the page's tables, or lies in a folder of
-  experiments that the paragraph, list item or row links to.
-* Without one, its sentence or cell ends with ``<!-- from WHERE: WHY -->``.
-* A page may have one line that ends with ``<!-- state -->``. It names the commits of all these records, and what has
-  changed in ``titan_fp8moe/`` between them and HEAD. ``python -m experiments.tables`` writes it.
+* A figure is a number before one of :data:`UNITS`, also in a list or range that ends in one ("1 to 2%"), or a decimal
+  fraction. Code, links, names with versions and generated tables hold none.
+* ``figures.toml`` has a section for each page. A line is a fragment of it, with ``{}`` in the place of each figure, and
+  an expression for each. Every figure needs a line, and every line one place on its page.
+* An expression computes with keys of records (:class:`Key`), figures of others (``published.toml``), or a number of
+  the code (:func:`code`). Tables alone show ``dry_runs.json``, which a test repeats.
 """
 
+import functools
+import json
 import re
-import subprocess
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+ROOT = Path(__file__).parents[1]
+HERE = ROOT / "experiments"
 Record = dict
 
-STATE = re.compile(r"^.*<!-- state -->$", re.MULTILINE)
-GENERATED = re.compile(r"```.*?```|<!-- table: .*?<!-- end -->", re.DOTALL)
-BLOCKS = re.compile(r"\n\s*\n|\n(?=\s*(?:[|*#]|\d+\. ))")
-PARTS = re.compile(r"(<!-- from [^>]+?: [^>]+ -->)|(?<=[.|])\s+")
-FIGURE = re.compile(r"(?<![\w.,])(\d+(?:,\d{3})*(?:\.(\d+))?)(x|%| ?(?:tokens/s|GiB|ms|s))(?!\w)")
-FOLDER = re.compile(r"experiments/(\w+)")
+MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
+NUMBER = rf"[+{MINUS}]?\d+(?:,\d{{3}})*(?:\.\d+)?"
+UNITS = r"(?:x|%| ?(?:times|tokens/s|TFLOP/s|[GT]B/s|[GK]iB|ms|µs|s))(?![\w/])"
+JOINED = rf"(?:, |; | to | and | or | / | ± | {DASH} )"
+FIGURE = re.compile(rf"(?<![\w.,/-])(?:{NUMBER}(?=(?:{JOINED}{NUMBER})*{UNITS})|[+{MINUS}]?\d[\d,]*\.\d+(?![\w.]*\w))")
+VERSION = r"0\.(?:[23]|18|2[12])|2\.(?:1[1-6]|20)|3\.(?:[6-9]|1[123])|5\.(?:17|2[34])|8\.9|(?:9|10|12|13)\.0|13\.\d"
+NO_FIGURES = re.compile(
+    r"```.*?```|(?<=\n\n)(?:    [^\n]*\n)+|`[^`]*`|\]\([^)]*\)|https?://\S+|arXiv \S+|"
+    rf"(?<![\w.])(?:{VERSION})(?![\w%]|[,.]\d|{UNITS})",
+    re.DOTALL,
+)
+TABLE = re.compile(r"<!-- table: .*?<!-- end -->", re.DOTALL)
 
 
-class Figure(NamedTuple):
-    """A number of a text with its unit, and the folders that its paragraph links to."""
-
-    text: str
-    number: str
-    decimals: int
-    unit: str
-    folders: frozenset[str]
+def hidden(text: str, *patterns: re.Pattern) -> str:
+    """The text with all that matches a pattern blotted out."""
+    for pattern in patterns:
+        text = pattern.sub(lambda match: "~" * len(match[0]), text)
+    return text
 
 
-def figures(text: str) -> Iterator[Figure]:
-    """Yields figures without a mark, outside of code and of generated tables."""
-    for block in BLOCKS.split(GENERATED.sub("", STATE.sub("", text))):
-        folders = frozenset(FOLDER.findall(block))
-        parts = [part for part in PARTS.split(" ".join(block.split())) if part]
-        for part, after in pairwise([*parts, ""]):
-            if not part.startswith("<!-- from ") and not after.startswith("<!-- from "):
-                for number, decimals, unit in FIGURE.findall(part):
-                    yield Figure(number + unit, number.replace(",", ""), len(decimals), unit.strip(), folders)
+class Key(list):
+    """The records of a key. Of a single one the fields are attributes."""
+
+    def __init__(self, records: list[Record], **fields: str):
+        """The newest run of each name and shape, of the records whose ``fields`` match these patterns."""
+        newest: dict[tuple[str, str], tuple[str, ...]] = {}
+        found = [r for r in records if all(fnmatchcase(r.get(field, ""), pattern) for field, pattern in fields.items())]
+        for r in found:
+            if run(r)[0] >= newest.get(place(r), ("",))[0]:  # of one date, what was written last
+                newest[place(r)] = run(r)
+        super().__init__(r for r in found if run(r) == newest[place(r)])
+        if not self:
+            raise LookupError(f"no record has {fields}")
+
+    def __getattr__(self, field: str) -> Any:
+        (record,) = self
+        return record[field]
+
+    @property
+    def low(self) -> float:
+        """The smallest speedup, as over the strongest of several references."""
+        return min(r["speedup"] for r in self)
+
+    @property
+    def low_busy(self) -> float:
+        """The smallest ratio of the times in which kernels run."""
+        return min(r["reference_gpu_busy"] / r["gpu_busy"] for r in self)
+
+    @property
+    def high(self) -> float:
+        return max(r["speedup"] for r in self)
 
 
-def values(record: Record, unit: str) -> Iterator[float]:
-    """Yields a record's numbers in a unit."""
-    numbers = [record.get(key) for key in ("value", "reference_value", "half_width")]
-    speedup, of_loss = record.get("speedup"), record["unit"].startswith(("of ", "relative"))
-    if unit == "x" and speedup:
-        yield speedup
-        if "reference_peak_gib" in record:
-            yield record["peak_gib"] / record["reference_peak_gib"]
-    elif unit == "%":
-        numbers = numbers if of_loss else []
-        numbers += [*record.get("spread", {}).values(), *record.get("gaps", []), *record.get("reference_gaps", [])]
-        numbers += [speedup - 1] if speedup else []
-        yield from (100 * abs(number) for number in numbers if isinstance(number, float | int))
-    else:
-        if record["unit"].startswith(unit):
-            yield from (number for number in numbers if isinstance(number, float | int))
-        if unit == "GiB":
-            yield from (record[key] for key in ("peak_gib", "reference_peak_gib") if record.get(key))
+def place(record: Record) -> tuple[str, str]:
+    return record["name"], record["shape"]
 
 
-def givers(figure: Figure, records: list[Record]) -> list[Record]:
-    """The records that round to the figure."""
-    return [r for r in records if any(f"{v:.{figure.decimals}f}" == figure.number for v in values(r, figure.unit))]
+def run(record: Record) -> tuple[str, ...]:
+    return record["date"], record["commit"], record["hardware"]
 
 
-def commits_of(record: Record) -> set[str]:
-    """The commit of a record, or those of the points that it summarizes."""
-    return {point["commit"] for point in record.get("points", {}).values()} or {record["commit"]}
+@functools.cache
+def source(name: str) -> dict[str, Any]:
+    """``figures.toml``, ``published.toml`` or ``dry_runs.json``."""
+    if name == "dry_runs":
+        return json.loads((HERE / f"{name}.json").read_text())
+    return tomllib.loads((HERE / f"{name}.toml").read_text())
 
 
-class Page(NamedTuple):
-    """``shown``: the records of its tables; ``folders``: all records by folder of experiments."""
-
-    text: str
-    shown: list[Record]
-    folders: dict[str, list[Record]]
-
-    def found(self) -> Iterator[tuple[Figure, list[Record]]]:
-        for figure in figures(self.text):
-            linked = [record for name in figure.folders for record in self.folders.get(name, [])]
-            yield figure, givers(figure, self.shown + linked)
-
-    def cited(self) -> set[str]:
-        """Commits of the tables' records, and the newest that gives a figure which these do not."""
-        names = {name for record in self.shown for name in commits_of(record)}
-        for _, records in self.found():
-            if records and not any(commits_of(record) & names for record in records):
-                names |= commits_of(max(records, key=lambda record: record["date"]))
-        return names
-
-    def state(self, changed: Callable[[set[str]], list[str]]) -> str:
-        names = self.cited()
-        commits, areas = (", ".join(f"`{name}`" for name in found) for found in (sorted(names), changed(names)))
-        return f"Measured at {commits}. Since then `titan_fp8moe/` has changed in: {areas or 'nothing'}. <!-- state -->"
-
-    def errors(self, changed: Callable[[set[str]], list[str]]) -> Iterator[str]:
-        for figure, records in self.found():
-            if not records:
-                yield f"no record gives {figure.text}; link its experiments/FOLDER or end with <!-- from WHERE: WHY -->"
-        if (line := STATE.search(self.text)) is None:  # tables name their commits themselves
-            return
-        commits, _, areas = line[0].partition("changed in:")
-        for what, want, have in (
-            ("commit", self.cited(), re.findall(r"`(\w+\+?)`", commits)),
-            ("change of titan_fp8moe", {*changed(self.cited())}, re.findall(r"`([\w ]+)`", areas)),
-        ):
-            yield from (f"the state lacks {what} {name}" for name in sorted(want - {*have}))
-            yield from (f"the state names {what} {name}, which is none" for name in sorted({*have} - want))
+def code(path: str, before: str) -> float:
+    """The number behind a text that a file has once."""
+    (number,) = re.findall(re.escape(before) + r"(\d[\d.e-]*)", (ROOT / path).read_text())
+    return float(number)
 
 
-def changed_in(root: Path) -> Callable[[set[str]], list[str]]:
-    """Folders of titan_fp8moe/ that differ between any of some commits and HEAD, and "top level"."""
+class Ledger:
+    """The lines of each page, and the names that their expressions may have."""
 
-    def changed(commits: set[str]) -> list[str]:
-        areas = set()
-        for commit in commits:
-            command = ["git", "-C", str(root), "diff", "--name-only", commit.rstrip("+"), "HEAD", "--", "titan_fp8moe"]
-            names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-            areas |= {"top level" if len(parts := Path(name).parts) == 2 else parts[1] for name in names}
-        return sorted(areas)
+    def __init__(self, records: list[Record]):
+        ledger = source("figures")
+        self.pages: dict[str, dict[str, list[str]]] = ledger["pages"]
+        self.keys = {name: Key(records, **fields) for name, fields in ledger["records"].items()}
+        self.names = self.keys | {name: row["value"] for name, row in source("published").items()} | {"code": code}
 
-    return changed
+    def records(self) -> list[Record]:
+        """The records of all keys."""
+        return [record for key in self.keys.values() for record in key]
+
+    def unused(self) -> list[str]:
+        """Keys of records that no line has, and sections without a page."""
+        words = {
+            word for lines in self.pages.values() for of in lines.values() for word in re.findall(r"\w+", " ".join(of))
+        }
+        return [*(self.keys.keys() - words), *(name for name in self.pages if not (ROOT / name).exists())]
+
+    def page(self, name: str, text: str) -> tuple[str, list[str]]:
+        """The text with the figures of its sources, and errors."""
+        errors, values = [], {}
+        for fragment, expressions in self.pages.get(name, {}).items():
+            places = list(pattern(fragment).finditer(text))
+            if len(places) != 1:
+                errors.append(f"{len(places)} places have the ledger's {fragment!r}")
+                continue
+            for i, expression in enumerate(expressions, 1):
+                value = eval(expression, self.names)
+                values[places[0].span(i)] = printed(value, places[0][i])
+        starts = {start for start, _ in values}
+        for figure in FIGURE.finditer(hidden(text, TABLE, NO_FIGURES)):
+            if figure.start() not in starts:
+                around = " ".join(text[max(0, figure.start() - 40) : figure.end() + 20].split())
+                errors.append(f"the ledger lacks {figure[0]} of {around!r}")
+        for (start, end), value in sorted(values.items(), reverse=True):
+            text = text[:start] + value + text[end:]
+        return text, errors
+
+
+@functools.cache
+def pattern(fragment: str) -> re.Pattern:
+    """A fragment with any number in place of each ``{}``, however its words are broken into lines."""
+    parts = (r"\s+".join(map(re.escape, re.split(r"\s+", part))) for part in fragment.split("{}"))
+    return re.compile(f"({NUMBER})".join(parts))
+
+
+def printed(value: float, as_in: str) -> str:
+    """A value with the sign and the decimals of another figure."""
+    sign, decimals = "+" if as_in[0] in f"+{MINUS}" else "", len(as_in.partition(".")[2])
+    return f"{value:{sign},.{decimals}f}".replace("-", MINUS)

@@ -1,11 +1,12 @@
 """Writes the tables of the pages from the records, so that no figure is copied by hand.
 
-    python -m experiments.tables            # of the README, docs/results.md and pages of experiments
-    python -m experiments.tables --check    # fails if a table or another figure is not what the records say
-    python -m experiments.tables --prune    # drops the records and points that no page cites
+    python -m experiments.tables            # tables, and the figures in the text
+    python -m experiments.tables --check    # fails if a table or another figure is not what its source says
+    python -m experiments.tables --prune    # drops the records that no page cites
 
 On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table; NAME is a function of ``TABLES``. Below
 it are hardware, dates, commits and commands of its records. What was not measured is an empty cell or no row.
+:mod:`experiments.check` says where the figures in the text come from.
 """
 
 import json
@@ -22,9 +23,11 @@ from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("throughput", "kernels", "expert_parallel", "transformers", "numerics", "lora_qwen3_30b", "convergence")
-CHECKED = ("README.md", "docs/results.md")
-"""Pages whose text is checked too, by :mod:`experiments.check`."""
-PAGES = (*CHECKED, *(f"experiments/{folder}/README.md" for folder in FOLDERS))
+PAGES = [
+    "README.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    *(f"experiments/{folder}/README.md" for folder in FOLDERS),
+]
 PEERS = {  # titles of columns, and the references of which each shows the best
     "torchtitan's bf16": ("bf16",),
     "bf16, compiled whole": ("bf16_whole",),
@@ -33,20 +36,9 @@ PEERS = {  # titles of columns, and the references of which each shows the best
     "FP8, a cast around each GEMM": ("naive_blockwise", "naive_whole"),
 }
 BF16 = [*PEERS.values()][:3]
-CITED = (
-    r"(bf16|balanced)-s1(-again|-(highlr|outliers|outliers1e5|tiny)(-again)?)? held_out_(loss|deviation)",
-    r"\w+: final .*|expert_parallel .*",
-    r"\w+-s1(-again)? final_deviation",
-    r"(layer|wgrad)_error .*|ep_routed_experts .*",
-    r"train_16b( memory| (dispatch=all_to_all|cache_weights=true cache_layouts=forward)( memory)?)?",
-)
-"""Names of records that no table shows, but a page's text or tables of its own."""
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
-ABLATIONS = {"requantize": "dequantize, transpose, requantize", "unfused_permute": "permute, then pad"}
-"""References that ran with the defaults alone, in a run of their own."""
-
 Record = dict
 Found = dict[str, Record]
 """Records of one name and shape, by reference."""
@@ -59,12 +51,11 @@ class Records:
         self.all = records
         self.used: list[Record] = []
 
-    def of(self, name: str, shape: str, ablation: str | None = None, hardware: str = "", commit: str = "") -> Found:
+    def of(self, name: str, shape: str, hardware: str = "", commit: str = "") -> Found:
         """Records of the newest run by reference, on that ``hardware`` and of that ``commit`` if they are given: others
-        met another machine or another state. Without ``ablation`` none of :data:`ABLATIONS`, else that one alone."""
+        met another machine or another state."""
         found = [r for r in self.all if r["name"] == name and r["shape"] == shape and hardware in r["hardware"]]
         found = [r for r in found if commit in r["commit"]]
-        found = [r for r in found if (r["reference"] == ablation if ablation else r["reference"] not in ABLATIONS)]
         newest = max(reversed(found), key=lambda r: r["date"], default=None)  # of one date, what was written last
         found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
         self.used += found
@@ -188,6 +179,11 @@ def script(command: str) -> str:
     return re.match(r".*?(-m \S+|\.(py|sh)\b)", command)[0]
 
 
+def commits_of(record: Record) -> set[str]:
+    """The commit of a record, or those of the points that it summarizes."""
+    return {point["commit"] for point in record.get("points", {}).values()} or {record["commit"]}
+
+
 def source(used: list[Record]) -> str:
     """Hardware, dates, commits and commands of a table's records."""
 
@@ -195,7 +191,7 @@ def source(used: list[Record]) -> str:
         return ", ".join(sorted({key(record) for record in used}))
 
     hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
-    commits = ", ".join(f"`{name}`" for name in sorted(set().union(*map(check.commits_of, used))))
+    commits = ", ".join(f"`{name}`" for name in sorted(set().union(*map(commits_of, used))))
     commands = unique(lambda r: f"`{script(r['command'])}`")
     return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
 
@@ -208,14 +204,14 @@ _OURS_AND_MEMORY = (_OURS, "GiB, strongest", "GiB, ours")
 _BF16_LAYERS = ("torchtitan's bf16", "bf16, one graph", "bf16, fused")
 
 
-def by_state(records: Records, *patterns: str, states: int = 1) -> Iterator[tuple[str, str, Callable[..., str]]]:
+def by_state(records: Records, *patterns: str) -> Iterator[tuple[str, str, Callable[..., str]]]:
     """Yields each record's name, its shape without the state, and a function ``show(text, *args)``, which joins the
-    texts of so many states. ``of`` names other records of the shape."""
+    texts of so many ``states``. ``of`` names other records of the shape."""
     for name in (name for pattern in patterns for name in records.names(pattern)):
         for shape in (shape for shape in records.shapes(name) if shape.endswith(f", {BACK_TO_BACK}")):
             base = shape.removesuffix(f", {BACK_TO_BACK}")
 
-            def show(text: Callable[..., str], *args: str, of: str = name, base: str = base) -> str:
+            def show(text: Callable[..., str], *args: str, of: str = name, base: str = base, states: int = 1) -> str:
                 found = [records.of(of, f"{base}, {state}") for state in STATES[:states]]
                 return " / ".join(text(each, *args) if each else "" for each in found).rstrip(" /")
 
@@ -315,11 +311,12 @@ def peaks(records: Records) -> str:
 
 
 def gemms(records: Records) -> str:
-    """TFLOP/s by state of the GPU."""
-    references, rows = ("", "bf16", "torchao rowwise", "deepgemm"), []
-    for name, base, show in by_state(records, "grouped_mm", "grouped_mm_wgrad", states=3):
-        fp32 = show(tflops, of=f"{name}_fp32") if name.endswith("wgrad") else ""
-        rows.append([base, *(show(tflops, reference) for reference in references), fp32])
+    """TFLOP/s by state of the GPU. Peers launch for all SMs, so they have no figure with busy ones."""
+    references, rows = ("bf16", "torchao rowwise", "deepgemm"), []
+    for name, base, show in by_state(records, "grouped_mm", "grouped_mm_wgrad"):
+        fp32 = show(tflops, of=f"{name}_fp32", states=3) if name.endswith("wgrad") else ""
+        peers = (show(tflops, reference, states=2) for reference in references)
+        rows.append([base, show(tflops, states=3), *peers, fp32])
     head = [f"TFLOP/s {' / '.join(STATES)}", _OURS, "bf16 `_grouped_mm`", "rowwise `_scaled_grouped_mm`", "DeepGEMM"]
     return markdown([*head, "ours to fp32"], rows)
 
@@ -347,12 +344,12 @@ OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.m
 """Shapes that were not measured beside fused bf16."""
 
 
-def training(records: Records, others: bool = False) -> str:
+def training(records: Records) -> str:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
     rows = []
     for name in records.names(r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"):
         for shape in records.shapes(name, "bf16"):
-            if bool(OTHER_SETTINGS.search(shape)) != others:
+            if OTHER_SETTINGS.search(shape):
                 continue
             memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
             for speed in records.runs(name, shape):
@@ -436,13 +433,8 @@ def checkpointing(records: Records) -> str:
 
 
 def variants(records: Records) -> str:
-    """Our settings and the paper's ablations against the defaults."""
+    """Our settings against the defaults."""
     rows = []
-    for reference, title in ABLATIONS.items():
-        for shape in records.shapes("train_16b", reference):
-            found = records.pair("train_16b", shape, ablation=reference)
-            share = f"{1 / found.speed[reference]['speedup']:.3f}x"
-            rows.append([title, setting(shape), found.cell(reference), share])
     for name, shape in records.named(r"train_16b \S+=\S+", "fp8_flow"):
         used = len(records.used)
         speed = records.of(name, shape).get("fp8_flow")
@@ -496,35 +488,25 @@ def by_model(shapes: list[str]) -> list[str]:
 
 
 def layers(records: Records, main: bool = True) -> str:
-    """Layers of 8,192 tokens next to fused bf16, or all others."""
+    """Layers of 8,192 tokens, or all others. Weights are quantized in each microbatch, or once for four."""
+    quantizing, kept = "moe_layer_with_weights", "moe_layer with weights kept for 4 microbatches"
     references, rows = ("bf16", "bf16 whole", "bf16 fused"), []
-    fused = [shape for shape in records.shapes("moe_layer", "bf16 fused") if layer(shape).endswith("8192 tokens")]
-    for shape in by_model(records.shapes("moe_layer", "bf16 whole")):
-        if (shape in fused) != main:
-            continue
-        time, weights, saved = (records.of(f"moe_layer{kind}", shape) for kind in ("", "_with_weights", " saved"))
+    shapes = [shape for shape in records.shapes(quantizing, "bf16 whole") if shape.endswith(", 1 GPU")]
+    fused = [shape for shape in records.shapes(quantizing, "bf16 fused") if layer(shape).endswith("8192 tokens")]
+    for shape in by_model([shape for shape in shapes if (shape in fused) == main]):
+        once, four, saved = (records.of(name, shape) for name in (quantizing, kept, "moe_layer saved"))
+        row = [layer(shape), *(cell(once, reference) for reference in references)]
+        row += [ours(found, *strongest(found, references)) for found in (once, four)]
         bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
-        row = [layer(shape), *(cell(time, reference) for reference in references)]
-        row += [ours(found, *strongest(found, references)) for found in (time, weights)]
         rows.append([*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])])
-    head = [_MS, *_BF16_LAYERS, _OURS, _QUANTIZED, "KiB saved per token, bf16", "KiB, ours"]
+    head = [_MS, *_BF16_LAYERS, _QUANTIZED, "kept for four microbatches", "KiB saved per token, bf16", "KiB, ours"]
     return markdown(head, rows)
 
 
-def layers_with_kept_weights(records: Records) -> str:
-    """Layers that quantize their weights in every microbatch, and once for four."""
-    kept, peers, rows = "moe_layer with weights kept for 4 microbatches", ("bf16", "bf16 whole", "bf16 fused"), []
-    for shape in by_model(records.shapes(kept)):
-        found = [records.of(name, shape) for name in ("moe_layer_with_weights", kept)]
-        cells = [*(cell(found[1], peer) for peer in peers), *(ours(times, *strongest(times, peers)) for times in found)]
-        rows.append([layer(shape), *cells])
-    return markdown([_MS, *_BF16_LAYERS, _QUANTIZED, "kept for four microbatches"], rows)
-
-
 def layer_ablations(records: Records) -> str:
-    """Variants against the defaults of the same run."""
+    """The paper's ablations against the defaults of the same run."""
     rows = []
-    for variant in ("requantize", "unfused permute", "with bf16 shared experts"):
+    for variant in ("requantize", "unfused permute"):
         for shape in records.shapes(f"moe_layer {variant}", "fp8"):
             found = records.of(f"moe_layer {variant}", shape)["fp8"]
             rows.append([variant, layer(shape), number(found["value"]), f"{found['speedup']:.3f}x"])
@@ -541,6 +523,15 @@ def activations(records: Records, kind: str = "activation_error") -> str:
             records.used.append(r)
     columns = list(dict.fromkeys(column for of in found.values() for column in of))
     return markdown(["", *columns], [[name, *(of.get(column, "") for column in columns)] for name, of in found.items()])
+
+
+def wgrad_errors(records: Records) -> str:
+    """Smallest and largest error of a weight gradient by transpose, with token scales over so many binades."""
+    rows = []
+    for name in records.names("wgrad_error .*"):
+        found = [first(records.of(name, shape)) for shape in records.shapes(name)]
+        rows.append([name.partition(" ")[2], *(f"{r['smallest']:.4f} {check.DASH} {r['value']:.4f}" for r in found)])
+    return markdown(["", *(shape.split(", ")[1] for shape in records.shapes("wgrad_error balanced"))], rows)
 
 
 def transformers(records: Records, one_token: bool = False) -> str:
@@ -561,18 +552,19 @@ def transformers(records: Records, one_token: bool = False) -> str:
 
 
 def lora(records: Records) -> str:
-    """Adapters of Qwen3-30B-A3B: speed and peak memory, and losses after training."""
-    rows = []
-    for name, shape in records.named("lora_qwen3_30b"):
-        for reference, r in records.of(name, shape).items():
-            if r["unit"] == "nats":
-                rows.append([shape, reference, f"{r['reference_value']:.3f}", f"{r['value']:.3f}"])
-            else:
-                sides = (("reference_value", "reference_peak_gib"), ("value", "peak_gib"))
-                theirs, mine = (f"{number(r[speed])}, {r[memory]:.1f} GiB" for speed, memory in sides)
-                alone = "; copies {copy_s:.2f} s, computation {compute_s:.2f} s".format(**r) if "copy_s" in r else ""
-                rows.append([f"{shape}, {r['unit']}", reference, theirs, f"{mine} ({r['speedup']:.2f}x){alone}"])
-    return markdown(["Qwen3-30B-A3B, or as named", "reference", "its", "experts in FP8, adapters beside them"], rows)
+    """Adapters of Qwen3-30B-A3B: losses next to bf16, and speed and peak memory with experts in host memory."""
+    rows, head = [], ["Qwen3-30B-A3B, or as named", "reference", "its", "experts in FP8, adapters beside them"]
+    for shape in records.shapes("lora_qwen3_30b", "bf16"):
+        if "loss" in shape:
+            r = records.of("lora_qwen3_30b", shape)["bf16"]
+            rows.append([shape, "bf16", f"{r['reference_value']:.3f}", f"{r['value']:.3f}"])
+    for shape in records.shapes("lora_qwen3_30b", "ours, on the card", "the longer alone"):
+        for reference, r in records.of("lora_qwen3_30b", shape).items():
+            sides = (("reference_value", "reference_peak_gib"), ("value", "peak_gib"))
+            theirs, mine = (f"{number(r[speed])}, {r[memory]:.1f} GiB" for speed, memory in sides)
+            alone = "; copies {copy_s:.2f} s, computation {compute_s:.2f} s".format(**r) if "copy_s" in r else ""
+            rows.append([f"{shape}, {r['unit']}", reference, theirs, f"{mine} ({r['speedup']:.2f}x){alone}"])
+    return markdown(head, rows)
 
 
 # --- kernels and expert parallelism -----------------------------------------------------------------------------------
@@ -601,16 +593,17 @@ def data_movement(records: Records) -> str:
 
 
 def exchange(records: Records) -> str:
-    """Milliseconds of dispatch + permute, and of sum + combine."""
+    """Milliseconds of dispatch + permute, and of sum + combine, of which no bf16 is comparable."""
     rows = []
     for shape in records.shapes("ep_dispatch"):
-        cells = []
-        for name in ("ep_dispatch", "ep_combine"):
-            paths = [records.of(f"{name}{path}", shape)["bf16"] for path in ("", " dispatch=symmetric")]
-            ours = [f"{r['value']:.2f} ({r['speedup']:.2f}x)" for r in paths]
-            cells.append(joined(f"{paths[0]['reference_value']:.2f}", *ours))
-        rows.append([shape, *cells])
-    return markdown(["ms", "dispatch: bf16, FP8 all-to-all, FP8 symmetric", "combine: the same"], rows)
+        sent, summed = (
+            [records.of(f"{name}{path}", shape)["bf16"] for path in ("", " dispatch=symmetric")]
+            for name in ("ep_dispatch", "ep_combine")
+        )
+        ours = [f"{r['value']:.2f} ({r['speedup']:.2f}x)" for r in sent]
+        rows.append([shape, f"{sent[0]['reference_value']:.2f}", *ours, *(f"{r['value']:.2f}" for r in summed)])
+    ways = "FP8 all-to-all", "FP8 symmetric"
+    return markdown(["ms", "dispatch: bf16", *ways, *(f"combine: {way}" for way in ways)], rows)
 
 
 # --- convergence ------------------------------------------------------------------------------------------------------
@@ -629,6 +622,31 @@ def pairs(records: Records) -> str:
         model = shape.partition(",")[0].replace("_", " ")
         rows.append([model, name.partition(": ")[2], f"{r['reference_value']:.4f}", *cells])
     return markdown(["model", "", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
+
+
+def from_checkpoints(records: Records) -> str:
+    """Losses after training on from bf16's checkpoints, relative to bf16's, with intervals of the runs' spread."""
+    rows = []
+    for name, shape in records.named(".*: final held-out loss"):
+        kinds = (name, name.replace("held-out loss", "training loss, last 50 steps"))
+        found = [first(records.of(kind, shape)) for kind in kinds]
+        cells = [f"{r['value']:+.3%} ± {r['half_width']:.3%}" for r in found]
+        model, runs = shape.split(",")[0].replace("_", " "), shape.split(", ")[-1]
+        rows.append([joined(model, name.partition(":")[0]), runs, *cells])
+    return markdown(["model, what is FP8", "", "held-out loss", "training loss, last 50 steps"], rows)
+
+
+def under_stress(records: Records) -> str:
+    """Held-out losses of bf16 under stress, of FP8 and of a second bf16 run against it."""
+    rows = []
+    for name in records.names("bf16-s1-(?!again)[a-z0-9]+ held_out_loss"):
+        fp8, again = (
+            first(records.of(of, records.shapes(of)[0]))
+            for of in (name.replace("bf16", "balanced"), name.replace(" ", "-again "))
+        )
+        deviations = [f"{r['value'] / r['reference_value'] - 1:+.2%}" for r in (fp8, again)]
+        rows.append([name.split()[0].split("-")[-1], f"{fp8['reference_value']:.4f}", *deviations])
+    return markdown(["stress", "held-out loss of bf16", "FP8 against it", "a second bf16 run"], rows)
 
 
 def gradient_noise(records: Records) -> str:
@@ -657,6 +675,44 @@ def gradient_noise(records: Records) -> str:
         cells = [" / ".join(text(r, key) for r in found) for text, key in shown.values()]
         rows.append([name.partition(" ")[2], *cells])
     return markdown(["weights", *shown], rows)
+
+
+# --- sources that are no records --------------------------------------------------------------------------------------
+
+
+def published(records: Records) -> str:
+    """Figures of others, which ran on their own hardware."""
+    cells = (
+        [row["what"], f"{row['value']:,} {row['unit']}".replace(" %", "%"), row["hardware"], f"[link]({row['link']})"]
+        for row in check.source("published").values()
+    )
+    return markdown(["what", "figure", "hardware", "source"], [*cells])
+
+
+MODELS = {"moe16b": "DeepSeek-V3 16B, local batch 4", "qwen3": "Qwen3-30B-A3B, local batch 2"}
+"""Models of ``dry_runs.json``, which a test repeats."""
+
+
+def dry_runs(records: Records) -> str:
+    """Estimates of the peak on eight GPUs, by dispatch."""
+    found, rows = check.source("dry_runs"), []
+    for model, title in MODELS.items():
+        runs = [found[f"{model}_8"], found[f"{model}_8_experts"]]
+        cells = [(f"{run['peak']:.1f}", f"{run['least']:.1f} to {run['most']:.1f}") for run in runs]
+        rows.append([title, *cells[0], *cells[1]])
+    ways = "all-to-all", "symmetric memory"
+    return markdown(["GiB of 80, eight GPUs", *ways, *(f'{way}, `recompute = "experts"`' for way in ways)], rows)
+
+
+def whole_models(records: Records) -> str:
+    """Estimates of parameters, gradients and Adam's states, and of the peak."""
+    found = check.source("dry_runs")
+    rows = [
+        [title, gpus, f"{found[f'{model}_{gpus}']['states']:.1f}", f"{found[f'{model}_{gpus}']['peak']:.1f}"]
+        for model, title in MODELS.items()
+        for gpus in "48"
+    ]
+    return markdown(["whole model", "GPUs", "GiB of parameters, gradients and Adam on each", "peak"], rows)
 
 
 # --- the pages --------------------------------------------------------------------------------------------------------
@@ -716,40 +772,51 @@ TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
         *(headline, training, dense, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
-        *(layers, layers_with_kept_weights, layer_ablations, sonicmoe, transformer_engine),
+        *(layers, layer_ablations, sonicmoe, transformer_engine),
         *(routed_vs_fused_bf16, model_layers, grouped_ffn, dense_linears, peaks, activations, transformers, lora),
-        *(gemms, data_movement, exchange, pairs, gradient_noise),
+        *(gemms, data_movement, exchange, pairs, gradient_noise, wgrad_errors, from_checkpoints, under_stress),
+        *(published, dry_runs, whole_models),
     )
 }
+TABLES["layer_errors"] = partial(activations, kind="layer_error")
 TABLES["double_rounding"] = partial(activations, kind="double_rounding")
-TABLES["training_settings"] = partial(training, others=True)
 TABLES["other_layers"] = partial(layers, main=False)
 TABLES["transformers_token"] = partial(transformers, one_token=True)
 
 
-def page(text: str, records: Records) -> tuple[str, list[Record]]:
-    """The page with its tables as the records have them, and the records that these show."""
-    found = []
+NO_RECORDS = (published, dry_runs, whole_models)
 
-    def table(match: re.Match) -> str:
-        begin, name, end = match.groups()
-        records.used = []
-        body = TABLES[name](records)
-        found.extend(records.used)
-        content = f"{body}\n\n{source(records.used)}" if records.used else "Not measured in this state."
-        return f"{begin}{content}\n{end}"
 
-    return MARKED.sub(table, text), found
+class Pages:
+    """The pages as their sources have them. ``used`` are the records of all tables."""
+
+    def __init__(self, records: Records):
+        self.ledger, self.used, self.tables = check.Ledger(records.all), [], {}
+        for name, table in TABLES.items():
+            records.used = []
+            body = table(records)
+            self.used += records.used
+            if records.used:
+                body += f"\n\n{source(records.used)}"
+            self.tables[name] = body if records.used or table in NO_RECORDS else "Not measured in this state."
+
+    def page(self, name: str, text: str) -> tuple[str, list[str]]:
+        """A page with its tables and figures, and what its ledger and its text lack."""
+        text = MARKED.sub(lambda match: f"{match[1]}{self.tables[match[2]]}\n{match[3]}", text)
+        return self.ledger.page(name, text)
+
+    def errors(self, name: str, text: str) -> list[str]:
+        new, errors = self.page(name, text)
+        return errors + ["its figures are not those of their sources; run python -m experiments.tables"] * (new != text)
 
 
 def prune() -> None:
     """Rewrites the files of records without those that no page cites."""
     files = {path: json.loads(path.read_text()) for path in record_files()}
-    records = Records([record for found in files.values() for record in found])
-    used = {id(record) for name in PAGES for record in page((ROOT / name).read_text(), records)[1]}
-    cited = re.compile("|".join(CITED))
+    pages = Pages(Records([record for found in files.values() for record in found]))
+    cited = {id(record) for record in pages.used + pages.ledger.records()}
     for path, found in files.items():
-        kept = [r for r in found if id(r) in used or cited.fullmatch(r["name"])]
+        kept = [r for r in found if id(r) in cited]
         print(f"{path.relative_to(ROOT)}: {len(kept)} of {len(found)} records")
         write_list(path, kept)
 
@@ -761,18 +828,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.prune:
         prune()
-    records, errors = read(), []
-    folders = {path.parent.name: json.loads(path.read_text()) for path in record_files()}
-    changed = check.changed_in(ROOT)
+    pages = Pages(read())
+    errors = [f"experiments/figures.toml: no page has {name}" for name in pages.ledger.unused()]
     for name in PAGES:
         text = (ROOT / name).read_text()
-        new, shown = page(text, records)
-        checked = check.Page(new, shown, folders) if name in CHECKED else None
-        if args.check:
-            errors += [f"{name}: tables differ from the records; run python -m experiments.tables"] * (new != text)
-            errors += [f"{name}: {error}" for error in (checked.errors(changed) if checked else ())]
-        else:
-            (ROOT / name).write_text(check.STATE.sub(checked.state(changed), new) if checked else new)
+        new, found = pages.page(name, text)
+        errors += [f"{name}: {error}" for error in (pages.errors(name, text) if args.check else found)]
+        if not args.check:
+            (ROOT / name).write_text(new)
     if errors:
         sys.exit("\n".join(errors))
 
