@@ -189,7 +189,7 @@ def test_small_deviations_fill_the_picture(tmp_path, monkeypatch):
     deviation = compare_losses.compare(runs[1], runs[0], 1)
     compare_losses.plot(runs, {"fp8": deviation}, 1, 0.01, tmp_path / "curves.png")
     axes = figures[0].axes[1]
-    assert axes.get_ylim()[1] == pytest.approx(120 * abs(deviation.relative).max()) and axes.get_ylim()[1] < 0.1
+    assert 100 <= axes.get_ylim()[1] / abs(deviation.relative).max() < 120 and axes.get_ylim()[1] < 0.1
 
 
 RUNS = (("bf16", 0.0), ("fp8", 0.0005))

@@ -5,13 +5,10 @@
     OUT/validation/   part-00000.jsonl                        (validation.dataset_path, dataset "c4_test")
     OUT/corpus.json   what was built, and from what
 
-The sets ``quickstart`` and ``large`` are the Python sources of the wheels in tools/corpus.txt. pip fetches them and
-checks their hashes; tokenizer and tokens must have the SHA-256 there. So every machine trains on the same bytes.
-``--input`` takes folders of text instead.
-
-No two documents are the same, and most long lines of one are in none before it. A package, a wheel or a top-level entry
-of an input, is in train or in validation as a whole. Documents are shuffled by a fixed seed, so that losses do not jump
-where another package begins. The tokenizer is trained on train alone.
+The sets ``quickstart`` and ``large`` are the Python sources of the wheels in tools/corpus.txt, which pip fetches by
+hash. Tokenizer and tokens must have the SHA-256 there, so every machine trains on the same bytes. ``--input`` takes
+folders instead. No two documents are the same, and most long lines of one are in none before it. A package, which is a
+wheel or a top-level entry of an input, is in train or in validation as a whole. The tokenizer knows train alone.
 """
 
 import argparse
@@ -25,10 +22,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -37,15 +33,9 @@ PINS = Path(__file__).with_name("corpus.txt")
 SPECIAL_TOKENS = BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 MIN_BYTES, MAX_BYTES = 128, 2**16  # of a document: shorter ones are empty modules and the like, longer ones are split
 LONG_LINE = 20  # shorter lines, such as "return None", are everywhere
-SUFFIXES = ".py", ".md", ".rst", ".txt"
-SPLITS = "train", "validation"
+SUFFIXES, SPLITS = (".py", ".md", ".rst", ".txt"), ("train", "validation")
 VOCAB_SIZES = {"quickstart": 2048, "large": 8192}
-
-
-class Document(NamedTuple):
-    package: str
-    path: str
-    text: str
+Document = namedtuple("Document", "package path text")
 
 
 def pins_of(name: str) -> tuple[list[str], list[str], list[str]]:
@@ -121,8 +111,7 @@ def hold_out(documents: list[Document]) -> set[str]:
         sys.exit(f"error: the text has the packages {[*sizes]}, but one is held out; add an --input or a folder to it")
     held: set[str] = set()
     for package in sorted(sizes, key=digest)[1:]:
-        if sum(sizes[name] for name in held) < sizes.total() / 20:
-            held.add(package)
+        held |= {package} if sum(sizes[name] for name in held) < sizes.total() / 20 else set()
     return held
 
 
@@ -132,9 +121,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = dict(special_tokens=[*SPECIAL_TOKENS], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+    options = dict(special_tokens=[*SPECIAL_TOKENS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options))
     return tokenizer
 
 
@@ -152,8 +140,7 @@ def write(out: Path, splits: dict[str, list[Document]], vocab_size: int) -> dict
         counts[split] = 0
         # "c4_test" loads the split "train", which datasets infers from file names: the name has none.
         with (out / split / "part-00000.jsonl").open("w") as file:
-            for start in range(0, len(documents), 1000):
-                batch = documents[start : start + 1000]
+            for batch in (documents[start : start + 1000] for start in range(0, len(documents), 1000)):
                 file.writelines(json.dumps(document._asdict()) + "\n" for document in batch)
                 for encoding in tokenizer.encode_batch_fast([document.text for document in batch]):
                     tokens.update(array.array("H", encoding.ids).tobytes())
@@ -178,10 +165,8 @@ def build(args: argparse.Namespace, out: Path) -> dict:
     splits = {split: [d for d in documents if (d.package in held) == (split == "validation")] for split in SPLITS}
     found = write(out, splits, args.vocab_size or VOCAB_SIZES[args.set])
     if sums and not args.vocab_size and found["sha256"] != sums:
-        used = f"tokenizers is {tokenizers.__version__}, and theirs 0.23.3"
-        sys.exit(
-            f"error: tokenizer and tokens have the SHA-256 {' '.join(found['sha256'])}, not {' '.join(sums)}; {used}"
-        )
+        what = f"{' '.join(found['sha256'])}, not {' '.join(sums)}; tokenizers is {tokenizers.__version__}"
+        sys.exit(f"error: tokenizer and tokens have the SHA-256 {what}, and theirs 0.23.3")
     return found | {"packages": {split: sorted({d.package for d in of}) for split, of in splits.items()}}
 
 
@@ -198,10 +183,9 @@ def main(argv: list[str] | None = None) -> None:
     if missing := [root for root in arguments["input"] if not Path(root).is_dir()]:
         sys.exit(f"error: --input {', '.join(missing)} is no folder")
     if out.exists():
-        if not manifest.is_file() or json.loads(manifest.read_text())["arguments"] != arguments:
-            sys.exit(f"error: {out} is there already, but not of these arguments; remove it, or choose another --out")
-        print(f"{out} is there already; remove it to build it anew")
-        return
+        if manifest.is_file() and json.loads(manifest.read_text())["arguments"] == arguments:
+            return print(f"{out} is there already; remove it to build it anew")
+        sys.exit(f"error: {out} is there already, but not of these arguments; remove it, or choose another --out")
     shutil.rmtree(staging, ignore_errors=True)
     found = build(args, staging)
     (staging / "corpus.json").write_text(json.dumps(found | {"arguments": arguments}, indent=2) + "\n")

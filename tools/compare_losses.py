@@ -1,20 +1,12 @@
 """Compare the training curves of torchtitan runs and fail when one leaves its reference.
 
-A run is a folder that torchtitan logged to with TensorBoard or W&B, also offline. All files below it are one run: after
-a restart, a step that was logged twice keeps the later value.
-
-Runs whose names begin like the first one's before ``-s`` are baselines, such as bf16-s1 and bf16-s2. The reference of
-another run is the baseline of its seed, or the first. How far baselines are from the first is a yardstick.
-
-Losses are compared at the steps that both logged, after smoothing with the mean over the last ``--smooth`` steps. The
-relative deviation at the last common step decides. Tokens/s and memory are per device, as torchtitan logs them.
-
-Exit status: 0 if every run is within the tolerance, 1 if one is not or has a loss that is not finite, 2 if the runs
-cannot be compared.
-
-Example::
-
     python tools/compare_losses.py --run bf16=outputs/bf16 --run fp8=outputs/fp8 --tolerance 0.01 --out curves.png
+
+A run is a folder of TensorBoard or W&B, also offline. Of a step that a restart logged twice the later value counts.
+Runs named like the first before ``-s`` are baselines: bf16-s1, bf16-s2. The reference of another run is the baseline of
+its seed, or the first. The relative deviation of smoothed losses at the last common step decides.
+
+Exit status: 0 within the tolerance, 1 if a run is not or has a loss that is not finite, 2 if they cannot be compared.
 """
 
 import argparse
@@ -29,25 +21,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LOSS = "loss_metrics/global_avg_loss"
-VALIDATION_LOSS = "validation_metrics/loss"
-GRAD_NORM = "grad_norm"
-TOKENS_PER_SECOND = "throughput(tps)"
-PEAK_MEMORY = "memory/max_reserved(GiB)"
+LOSS, VALIDATION_LOSS, GRAD_NORM = "loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm"
+TOKENS_PER_SECOND, PEAK_MEMORY = "throughput(tps)", "memory/max_reserved(GiB)"
 SCHEDULE = {"lr": "learning rate", "n_tokens_seen": "number of tokens seen"}
 TAGS = {LOSS, VALIDATION_LOSS, GRAD_NORM, TOKENS_PER_SECOND, PEAK_MEMORY, *SCHEDULE}
 WARM_UP = 10  # steps that tokens/s leave out
+# Half a 95% interval in standard errors, of 2 pairs, 3, ...
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131)
-"""Half a 95% interval in standard errors, of 2 pairs, 3, ..."""
-
-# The reference is black; the others follow the palette of Okabe and Ito, which colour-blind readers can tell apart.
+# The reference is black, others have the palette of Okabe and Ito.
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 COLUMNS = {  # of the table, with their formats
     "step": "d", "loss": ".5f", "smoothed": ".5f", "deviation": "+.3%", "largest": ".3%", "mean": ".3%",
     "tokens/s": ",.0f", "memory GiB": ".2f", "val. loss": ".5f", "grad norm": ".4f",
 }  # fmt: skip
-
-
 Point = tuple[float, int, str, float]  # wall time, step, tag, value
 
 
@@ -122,27 +108,22 @@ def read_run(name: str, path: Path) -> Run:
     if not files:
         files, points_of = sorted(path.rglob("run-*.wandb")), wandb_points
     if not files:
-        raise UsageError(
-            f"run {name}: no events.out.tfevents.* of TensorBoard or run-*.wandb of W&B below {path}; train with "
-            "--metrics.enable_tensorboard or --metrics.enable_wandb"
-        )
+        flags = "--metrics.enable_tensorboard or --metrics.enable_wandb"
+        kinds = "events.out.tfevents.* of TensorBoard or run-*.wandb of W&B"
+        raise UsageError(f"run {name}: no {kinds} below {path}; train with {flags}")
     points = {file: list(points_of(file)) for file in files}
     # A restart begins at a later step than what it continues. Ranks that log, and other runs, begin at the same one.
     starts = {file: min((step for _, step, tag, _ in points[file] if tag == LOSS), default=math.inf) for file in files}
     first = min(starts.values())
     if len(runs := [str(file.parent.relative_to(path)) for file in files if starts[file] == first < math.inf]) > 1:
-        raise UsageError(
-            f"run {name}: {path} holds {len(runs)} runs that start at step {first}, in {', '.join(runs)}; give the "
-            "folder of one, or remove the other's files"
-        )
+        what = f"{len(runs)} runs that start at step {first}, in {', '.join(runs)}"
+        raise UsageError(f"run {name}: {path} holds {what}; give the folder of one, or remove the other's files")
     metrics: dict[str, dict[int, float]] = {}
     for _, step, tag, value in sorted(point for logged in points.values() for point in logged):
         metrics.setdefault(tag, {})[step] = value
     if min(metrics.get(LOSS, {0: 0.0}).values()) <= 0:
-        raise UsageError(
-            f"run {name}: nothing below {path} has the metric {LOSS}, or it is no cross-entropy; with pipeline "
-            "parallelism only ranks of the last stage log it"
-        )
+        why = "or it is no cross-entropy; with pipeline parallelism only ranks of the last stage log it"
+        raise UsageError(f"run {name}: nothing below {path} has the metric {LOSS}, {why}")
     return Run(name, {tag: dict(sorted(values.items())) for tag, values in metrics.items()})
 
 
@@ -150,12 +131,10 @@ def compare(run: Run, reference: Run, window: int) -> Deviation:
     # Reduced to the common steps before smoothing: else runs with unequal log_freq would average different steps.
     steps = [step for step in reference.losses if step in run.losses]
     if not steps:
-        logged = " and ".join(
-            f"{len(r.losses)} steps from {min(r.losses)} to {max(r.losses)}" for r in (reference, run)
-        )
+        first, second = (f"{len(r.losses)} steps from {min(r.losses)} to {max(r.losses)}" for r in (reference, run))
         raise UsageError(
-            f"runs {reference.name} and {run.name} have no common steps ({logged}); train them with the same "
-            "metrics.log_freq"
+            f"runs {reference.name} and {run.name} have no common steps ({first} and {second}); train them with the "
+            "same metrics.log_freq"
         )
     ours, theirs = (np.mean([r.losses[step] for step in steps[-max(len(steps) // 4, 1) :]]) for r in (run, reference))
     expected = reference.smoothed(LOSS, steps, window)
@@ -222,16 +201,9 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
         top.plot(steps, run.smoothed(LOSS, steps, window), color=color, linewidth=1.6 if index else 4, label=run.name)
         if run.name in deviations:
             bottom.plot(deviations[run.name].steps, 100 * deviations[run.name].relative, color=color, linewidth=1.6)
-    percent = 100 * tolerance
-    bottom.axhspan(-percent, percent, color="#999999", alpha=0.25, linewidth=0, label=f"tolerance ±{percent:.3g}%")
-    largest = max((float(abs(d.relative).max()) for d in deviations.values()), default=0.0)
-    if math.isfinite(largest) and largest > 0:  # else the tolerance sets the range, and small deviations look flat
-        bottom.set_ylim(-120 * largest, 120 * largest)
     top.set(ylabel="training loss", title=f"Training loss; thin: single steps, thick: mean over {window}")
-    bottom.set(ylabel=f"deviation from\n{runs[0].name} (%)", xlabel="step")
-    for axes in (top, bottom):
-        axes.grid(alpha=0.3)
-        axes.legend()
+    bottom.set(ylabel=f"deviation (%), tolerance {100 * tolerance:.3g}", xlabel="step")
+    top.legend()
     figure.savefig(out, dpi=150)
 
 
@@ -250,22 +222,19 @@ def report(runs: list[Run], window: int, tolerance: float, out: Path) -> bool:
     print_table({run.name: summarize(run, deviations.get(run.name), window) for run in runs}, results)
     print(
         f"note: smoothed is the mean loss of the last {window} steps; deviation: how far from the reference's at the "
-        "last common step; largest and mean are of the deviations at all steps, without sign"
+        "last common step; largest and mean are of the deviations at all steps, without sign",
+        *(f"note: {note}" for run in runs[1:] for note in notes(run, deviations[run.name])),
+        sep="\n",
     )
-    for run in runs[1:]:
-        for note in notes(run, deviations[run.name]):
-            print(f"note: {note}")
     for name in dict.fromkeys(recipe.values()):
         apart = [d.last_quarter for n, d in deviations.items() if recipe[n] == name]
         if name == recipe[runs[0].name] and apart:
             print(f"yardstick: {name} is up to {max(map(abs, apart)):.2%} from itself in the mean of the last quarter")
         elif len(apart) > 1:
             half = T95[min(len(apart) - 2, len(T95) - 1)] * statistics.stdev(apart) / len(apart) ** 0.5
-            mean = statistics.fmean(apart)
-            print(f"{name} in the mean of the last quarter: {mean:+.2%} ± {half:.2%} (95%, {len(apart)} runs)")
-    for name, sentences in wrong.items():
-        for sentence in sentences:
-            print(f"FAIL {name}: {sentence}")
+            found = f"{statistics.fmean(apart):+.2%} ± {half:.2%} (95%, {len(apart)} runs)"
+            print(f"{name} in the mean of the last quarter: {found}")
+    print(*(f"FAIL {name}: {sentence}\n" for name in wrong for sentence in wrong[name]), sep="", end="")
     plot(runs, deviations, window, tolerance, out)
     return any(wrong.values())
 
@@ -273,14 +242,7 @@ def report(runs: list[Run], window: int, tolerance: float, out: Path) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compare_losses.py", description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add(
-        "--run",
-        dest="runs",
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="a run's folder; the reference first",
-    )
+    add("--run", dest="runs", action="append", default=[], help="NAME=PATH, the run's folder; the reference first")
     add("--saved", type=Path, metavar="FILE", help="runs that --save wrote, which come first")
     add("--save", type=Path, metavar="FILE", help="write the runs' metrics, as JSON in .xz")
     add("--smooth", type=int, default=20, metavar="STEPS", help="window of the running mean (default: %(default)s)")
