@@ -7,7 +7,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import E8M0, TILE
 
 
-def dequantize_transpose_requantize(q_MD: Tensor, scale: Tensor, columns: int = TILE) -> tuple[Tensor, Tensor]:
+def dequantize_transpose_requantize(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Transposes fp8 rows through fp32: dequantizes them, transposes, and quantizes a second time.
 
     The baseline that arXiv 2511.02302 compares its scaling-aware transpose with; the second quantization rounds again.
@@ -16,24 +16,22 @@ def dequantize_transpose_requantize(q_MD: Tensor, scale: Tensor, columns: int = 
     Args:
         q_MD: (M, D) e4m3, M and D multiples of 128.
         scale: (M, D // 128) e8m0, any strides.
-        columns: how many columns share a scale over 128 rows. 128 gives a scale per 128x128 block, as the weight
-            gradient's GEMM takes it; 1 gives a scale per 128x1 tile, the paper's naive baseline, which it does not.
 
     Returns:
-        qT (D, M) e4m3 and its scale (D // columns, M // 128) e8m0, from the amax of the dequantized values.
+        qT (D, M) e4m3 and its scale (D // 128, M // 128) e8m0, from the amax of the dequantized values.
     """
     # Inductor has no e8m0 on a CPU: scales pass as bytes.
-    q_t, byte = requantize(q_MD, scale.view(torch.uint8), columns)
+    q_t, byte = requantize(q_MD, scale.view(torch.uint8))
     return q_t, byte.view(E8M0)
 
 
 @torch.compile
-def requantize(q_MD: Tensor, byte_MG: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def requantize(q_MD: Tensor, byte_MG: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`dequantize_transpose_requantize` on bytes in place of scales."""
     M, D = q_MD.shape
     x_DM = recipe.dequantize(q_MD, byte_MG).t().contiguous()
-    q, byte = recipe.quantize_tiles(x_DM.view(D // columns, columns, M // TILE, TILE), (1, 3))
-    return q.view(D, M), byte.view(D // columns, M // TILE).to(torch.uint8)
+    q, byte = recipe.quantize_tiles(x_DM.view(D // TILE, TILE, M // TILE, TILE), (1, 3))
+    return q.view(D, M), byte.view(D // TILE, M // TILE).to(torch.uint8)
 
 
 @torch.library.custom_op("experiments::requantized_pair", mutates_args=())

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments import check
 from experiments.records import script_parser, write_list
@@ -228,14 +228,6 @@ def tflops(found: Found, reference: str = "") -> str:
     return f"{found[reference]['reference_value']:.0f}" if reference in found else ""
 
 
-def sonicmoe(records: Records) -> str:
-    """The routed part of a layer against SonicMoE's bf16 kernels."""
-    names, rows = ("routed_experts", "routed_experts_with_weights"), []
-    for _, base, show in by_state(records, names[0]):
-        rows.append([layer(base), show(cell, "sonicmoe"), *(show(ours, "sonicmoe", of=name) for name in names)])
-    return markdown([_MS, "SonicMoE, bf16", _OURS, _QUANTIZED], rows)
-
-
 def with_gpu_busy(text: Callable[..., str]) -> Callable[..., str]:
     """``text`` of records, then of the time in which the GPU was busy."""
 
@@ -249,42 +241,46 @@ def with_gpu_busy(text: Callable[..., str]) -> Callable[..., str]:
     return both
 
 
-def transformer_engine(records: Records) -> str:
-    """The routed part of a layer against three ways of TransformerEngine's FP8: wall time, and that of kernels."""
-    peers, rows = [f"TransformerEngine{way}" for way in ("", ", native", ", one weight")], []
-    for name, base, show in by_state(records, "routed_experts_te.*"):
-        cells = [show(with_gpu_busy(cell), peer) for peer in peers]
-        rows.append([joined(layer(base), name.partition(", ")[2]), *cells, show(with_gpu_busy(ours), *peers)])
-    return markdown([f"{_MS}, {BACK_TO_BACK} / GPU busy", *peers, _OURS], rows)
+_TE = [f"TransformerEngine{way}" for way in ("", ", native", ", one weight")]
+_FUSED, _KEPT = "bf16 fused", ", {} kept for 4 microbatches"
+_PRODUCTS = "bf16, three grouped_mm", "ours, three grouped_mm"
+STATED = {  # the names of records, the first column, and the others: what a name ends in, and arguments of ``show``
+    "sonicmoe": (
+        "routed_experts", _MS,
+        {"SonicMoE, bf16": ("", cell, "sonicmoe"), _OURS: ("", ours, "sonicmoe"),
+         _QUANTIZED: ("_with_weights", ours, "sonicmoe")},
+    ),
+    "transformer_engine": (
+        "routed_experts_te.*", f"{_MS}, {BACK_TO_BACK} / GPU busy",
+        {peer: ("", with_gpu_busy(cell), peer) for peer in _TE} | {_OURS: ("", with_gpu_busy(ours), *_TE)},
+    ),
+    "routed_vs_fused_bf16": (
+        "routed_vs_fused_bf16", _MS,
+        {"bf16, fused": ("", cell, _FUSED), _OURS: ("", ours, _FUSED),
+         "quantized once for four microbatches, 1 byte a parameter kept": (_KEPT.format("1 byte"), ours, _FUSED),
+         "the same, 2 bytes": (_KEPT.format("2 bytes"), ours, _FUSED),
+         "without quantizing": ("", field, "weights_cached")},
+    ),
+    "model_layers": (
+        "layer_.*", _MS,
+        {"bf16, one graph": ("", cell, "bf16 whole"), "bf16, fused": ("", cell, _FUSED),
+         _OURS: ("", ours, "bf16 whole", _FUSED), "the same with SwiGLU": ("", cell, "ours with SwiGLU")},
+    ),
+    "grouped_ffn": (
+        "grouped_ffn", _MS,
+        {"bf16, three `_grouped_mm`": ("", cell, _PRODUCTS[0]), "three `grouped_mm`": ("", cell, _PRODUCTS[1]),
+         _OURS: ("", ours, *_PRODUCTS), "of which moves": ("", field, "moves")},
+    ),
+}  # fmt: skip
 
 
-def routed_vs_fused_bf16(records: Records) -> str:
-    """Routed experts against the strongest bf16: weights quantized in each direction, once for four microbatches, and
-    beforehand."""
-    fused, rows = "bf16 fused", []
-    for name, base, show in by_state(records, "routed_vs_fused_bf16"):
-        names = name, *(f"{name}, {size} kept for 4 microbatches" for size in ("1 byte", "2 bytes"))
-        cells = [show(ours, fused, of=each) for each in names]
-        rows.append([base, show(cell, fused), *cells, show(field, "weights_cached")])
-    kept = "quantized once for four microbatches, 1 byte a parameter kept", "the same, 2 bytes"
-    return markdown([_MS, "bf16, fused", _OURS, *kept, "without quantizing"], rows)
-
-
-def model_layers(records: Records) -> str:
-    """Layers with other activations than SwiGLU's, next to bf16 as one graph, the strongest bf16, and SwiGLU."""
-    peers, rows = ("bf16 whole", "bf16 fused"), []
-    for _, base, show in by_state(records, "layer_.*"):
-        cells = [show(cell, peer) for peer in peers]
-        rows.append([base, *cells, show(ours, *peers), show(cell, "ours with SwiGLU")])
-    return markdown([_MS, "bf16, one graph", "bf16, fused", _OURS, "the same with SwiGLU"], rows)
-
-
-def grouped_ffn(records: Records) -> str:
-    """An FFN on rows in expert order, next to three products in bf16, in FP8, and to what moving its rows takes."""
-    references, rows = ("bf16, three grouped_mm", "ours, three grouped_mm"), []
-    for _, base, show in by_state(records, "grouped_ffn"):
-        rows.append([base, *(show(cell, each) for each in references), show(ours, *references), show(field, "moves")])
-    return markdown([_MS, "bf16, three `_grouped_mm`", "three `grouped_mm`", _OURS, "of which moves"], rows)
+def stated(records: Records, names: str, head: str, columns: dict[str, tuple[Any, ...]]) -> str:
+    """A table of :data:`STATED`."""
+    rows = []
+    for name, base, show in by_state(records, names):
+        cells = (show(text, *args, of=name + end) for end, text, *args in columns.values())
+        rows.append([joined(layer(base), name.partition(", ")[2]), *cells])
+    return markdown([head, *columns], rows)
 
 
 def dense_linears(records: Records) -> str:
@@ -446,14 +442,6 @@ def variants(records: Records) -> str:
     return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)
 
 
-def largest_batch(records: Records) -> str:
-    rows = []
-    for name, shape in records.named("train_.* largest local batch"):
-        found, settings = records.of(name, shape), name.removesuffix(" largest local batch").split()[1:]
-        rows.append([joined(setting(shape), *settings), cell(found, "bf16"), ours(found)])
-    return markdown(["sequences of 4,096 tokens", "bf16", "titan_fp8moe"], rows)
-
-
 def sweep(records: Records) -> str:
     """The fastest point of each precision on a card, over local batch and checkpointing."""
     rows = []
@@ -525,20 +513,11 @@ def activations(records: Records, kind: str = "activation_error") -> str:
     return markdown(["", *columns], [[name, *(of.get(column, "") for column in columns)] for name, of in found.items()])
 
 
-def wgrad_errors(records: Records) -> str:
-    """Smallest and largest error of a weight gradient by transpose, with token scales over so many binades."""
-    rows = []
-    for name in records.names("wgrad_error .*"):
-        found = [first(records.of(name, shape)) for shape in records.shapes(name)]
-        rows.append([name.partition(" ")[2], *(f"{r['smallest']:.4f} {check.DASH} {r['value']:.4f}" for r in found)])
-    return markdown(["", *(shape.split(", ")[1] for shape in records.shapes("wgrad_error balanced"))], rows)
-
-
 def transformers(records: Records, one_token: bool = False) -> str:
     rows = []
     for name in ("transformers_qwen3", "transformers_deepseek_v3"):
         for shape in records.shapes(name):
-            if ("forward of one token" in shape) != one_token:
+            if ("forward of one token" in shape) != one_token or "frozen" in shape:
                 continue
             for reference, r in records.of(name, shape).items():
                 loss = r["unit"] == "nats"
@@ -593,15 +572,14 @@ def data_movement(records: Records) -> str:
 
 
 def exchange(records: Records) -> str:
-    """Milliseconds of dispatch + permute, and of sum + combine, of which no bf16 is comparable."""
+    """Milliseconds of dispatch + permute, and of sum + combine."""
     rows = []
     for shape in records.shapes("ep_dispatch"):
-        sent, summed = (
-            [records.of(f"{name}{path}", shape)["bf16"] for path in ("", " dispatch=symmetric")]
-            for name in ("ep_dispatch", "ep_combine")
-        )
-        ours = [f"{r['value']:.2f} ({r['speedup']:.2f}x)" for r in sent]
-        rows.append([shape, f"{sent[0]['reference_value']:.2f}", *ours, *(f"{r['value']:.2f}" for r in summed)])
+        sent = [records.of(f"ep_dispatch{path}", shape)["bf16"] for path in ("", " dispatch=symmetric")]
+        summed = records.of("ep_combine dispatch=symmetric", shape)
+        dispatch = (f"{r['value']:.2f} ({r['speedup']:.2f}x)" for r in sent)
+        combine = (f"{r:.2f}" for r in (summed["all_to_all"]["reference_value"], summed["all_to_all"]["value"]))
+        rows.append([shape, f"{sent[0]['reference_value']:.2f}", *dispatch, *combine])
     ways = "FP8 all-to-all", "FP8 symmetric"
     return markdown(["ms", "dispatch: bf16", *ways, *(f"combine: {way}" for way in ways)], rows)
 
@@ -634,19 +612,6 @@ def from_checkpoints(records: Records) -> str:
         model, runs = shape.split(",")[0].replace("_", " "), shape.split(", ")[-1]
         rows.append([joined(model, name.partition(":")[0]), runs, *cells])
     return markdown(["model, what is FP8", "", "held-out loss", "training loss, last 50 steps"], rows)
-
-
-def under_stress(records: Records) -> str:
-    """Held-out losses of bf16 under stress, of FP8 and of a second bf16 run against it."""
-    rows = []
-    for name in records.names("bf16-s1-(?!again)[a-z0-9]+ held_out_loss"):
-        fp8, again = (
-            first(records.of(of, records.shapes(of)[0]))
-            for of in (name.replace("bf16", "balanced"), name.replace(" ", "-again "))
-        )
-        deviations = [f"{r['value'] / r['reference_value'] - 1:+.2%}" for r in (fp8, again)]
-        rows.append([name.split()[0].split("-")[-1], f"{fp8['reference_value']:.4f}", *deviations])
-    return markdown(["stress", "held-out loss of bf16", "FP8 against it", "a second bf16 run"], rows)
 
 
 def gradient_noise(records: Records) -> str:
@@ -732,23 +697,17 @@ HEADLINE = {  # a row of the first table and of the picture: the record's name a
         "torchtitan's",
     ),
 }
-COUNTS = {1: "one", 2: "two", 4: "four"}
-
-
-def beside_bf16(records: Records, name: str, shape: str) -> Found:
-    """The records of bf16 references of one invocation."""
-    runs = ({key: r for key, r in run.items() if key.startswith("bf16")} for run in records.runs(name, shape))
-    return next(filter(None, runs), {})
 
 
 def headline_runs(records: Records) -> Iterator[tuple[str, str, Record, Record]]:
     """Each row's title with its cards, its bf16, and the records of speed and memory beside the strongest one."""
     for title, (name, shape, bf16) in HEADLINE.items():
-        run = beside_bf16(records, name, shape)
-        for reference in strongest(run, run):
-            speed, memory = run[reference], records.of(f"{name} memory", shape)[reference]
+        found = {key: r for key, r in records.of(name, shape).items() if key.startswith("bf16")}
+        for reference in strongest(found, found):
+            speed, memory = found[reference], records.of(f"{name} memory", shape)[reference]
             count = int(speed["hardware"].partition(" x ")[0])
-            yield f"{title}, {COUNTS[count]} {card(speed)}{'s' * (count > 1)}", bf16, speed, memory
+            cards = f"{['one', 'two', '', 'four'][count - 1]} {card(speed)}{'s' * (count > 1)}"
+            yield f"{title}, {cards}", bf16, speed, memory
 
 
 def headline(records: Records) -> str:
@@ -771,13 +730,13 @@ def headline(records: Records) -> str:
 TABLES: dict[str, Callable[[Records], str]] = {
     table.__name__: table
     for table in (
-        *(headline, training, dense, titan03, checkpointing, variants, sweep, largest_batch, first_steps),
-        *(layers, layer_ablations, sonicmoe, transformer_engine),
-        *(routed_vs_fused_bf16, model_layers, grouped_ffn, dense_linears, peaks, activations, transformers, lora),
-        *(gemms, data_movement, exchange, pairs, gradient_noise, wgrad_errors, from_checkpoints, under_stress),
+        *(headline, training, dense, titan03, checkpointing, variants, sweep, first_steps),
+        *(layers, layer_ablations, dense_linears, peaks, activations, transformers, lora),
+        *(gemms, data_movement, exchange, pairs, gradient_noise, from_checkpoints),
         *(published, dry_runs, whole_models),
     )
 }
+TABLES |= {name: partial(stated, names=n, head=h, columns=c) for name, (n, h, c) in STATED.items()}
 TABLES["layer_errors"] = partial(activations, kind="layer_error")
 TABLES["double_rounding"] = partial(activations, kind="double_rounding")
 TABLES["other_layers"] = partial(layers, main=False)

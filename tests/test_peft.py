@@ -237,14 +237,12 @@ def test_weights_stored_in_fp8():
 
 @pytest.mark.slow
 def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each phase records, and losses follow those of PEFT in bf16. Only ``ours`` has adapters beside the weights."""
-    monkeypatch.setattr(experiment, "TIMED_STEPS", 1)
+    """Losses follow those of PEFT in bf16. Only ``ours`` has adapters beside the weights."""
     monkeypatch.setattr(experiment, "TRAINED_STEPS", 6)
-    experiment.main(["--out", str(tmp_path), "--tiny", "--phases", "full", "layers", "loss"])
+    experiment.main(["--out", str(tmp_path), "--tiny", "--phases", "loss"])
     records = json.loads((tmp_path / "results.json").read_text())
-    assert [r["reference"] for r in records] == ["ours merged", "bf16", *["bf16"] * 3]  # two phases are equal here
-    assert all(r["speedup"] > 0 for r in records)
-    for r in records[2:]:
+    assert [r["reference"] for r in records] == ["bf16"] * 3
+    for r in records:
         assert r["losses"] == pytest.approx(r["reference_losses"], rel=5e-4) and r["losses"] != r["reference_losses"]
         assert r["losses"][-1] < r["losses"][0]
     for name in experiment.IMPLEMENTATIONS:
@@ -252,7 +250,6 @@ def test_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         with CastCounter() as counter:
             trainer.step(torch.randint(512, (2, 16)))
         assert (counter.ops["low_rank"] > 0) == (name == "ours")
-        assert (counter.ops["quantize_weights"] > 0) == (name == "ours merged")
 
 
 @pytest.mark.parametrize("phase", ["host", "glm"])

@@ -1,18 +1,12 @@
 """LoRA on Qwen3-30B-A3B through Transformers and PEFT: experts frozen in FP8 beside the same in bf16. One GPU.
 
-    python -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases full
+    python -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases loss
     python -m experiments.lora_qwen3_30b.run --out OUT --tiny                                   # on a CPU
 
-Weights are random and drawn on the device. Logits are made for 1,024 tokens at a time. The variants:
+Weights are random and drawn on the device. Logits are made for 1,024 tokens at a time. Variant ``ours`` has experts
+stored in FP8, one byte a parameter, and adapters beside them. ``bf16`` has Transformers' grouped_mm, and PEFT adds the
+adapters to the weights in each forward. The phases:
 
-    ours          experts stored in FP8, one byte a parameter; adapters beside them
-    ours merged   bf16 experts; PEFT adds the adapters to them in each forward, and FP8 quantizes the sum
-    bf16          the same with Transformers' grouped_mm
-
-The phases:
-
-    full     all 48 layers, 2 x 4,096 tokens: tokens/s and peak memory of a step; bf16 may not fit
-    layers   the same with 12 layers, for all variants
     loss     100 steps of 4 layers on bytes of Python sources, three seeds: mean loss of the last 10
     host     all 48 layers, 4 x 4,096 tokens, experts on the card and in host memory in turn
     glm      GLM-4.5-Air's sizes, 106B, experts in host memory; the bound is the longer of copies and computation alone
@@ -20,7 +14,6 @@ The phases:
 PEFT 0.21 is needed. A step is forward, backward and optimizer. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 """
 
-import gc
 import statistics
 import time
 from typing import Any
@@ -46,11 +39,11 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 NOT_EXPERTS = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
-TIMED_STEPS, TRAINED_STEPS = 5, 100
+TRAINED_STEPS = 100
 BEGIN = time.monotonic()
 CHUNK = 1024  # tokens whose logits exist at a time
 RECORD, OURS, BF16, CARD, HOST = "lora_qwen3_30b", "ours", "bf16", "ours, on the card", "ours, in host memory"
-IMPLEMENTATIONS = {OURS: NAME, "ours merged": NAME, BF16: "grouped_mm"}
+IMPLEMENTATIONS = {OURS: NAME, BF16: "grouped_mm"}
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -154,17 +147,6 @@ class Trainer:
 # --- phases -----------------------------------------------------------------------------------------------------------
 
 
-def speed(setting: Setting, name: str) -> dict[str, float] | None:
-    """Tokens/s of the median step, the largest memory of one, and the first loss; None if memory does not suffice."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    try:
-        trainer, tokens = Trainer(setting.dims, name), setting.batches(1)[0]
-        return timed(trainer, tokens, TIMED_STEPS)
-    except torch.cuda.OutOfMemoryError:
-        return None
-
-
 def timed(trainer: Trainer, tokens: Tensor, steps: int) -> dict[str, float]:
     losses = [trainer.step(tokens)]  # compiles
     if CUDA:
@@ -173,21 +155,6 @@ def timed(trainer: Trainer, tokens: Tensor, steps: int) -> dict[str, float]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
     print(f"{tokens.numel() / ms * 1e3:,.0f} tokens/s, {peak:.1f} GiB, {time.monotonic() - BEGIN:.0f} s", flush=True)
     return dict(tokens_per_s=tokens.numel() / ms * 1e3, peak_gib=peak, loss=float(losses[0]), last=float(losses[-1]))
-
-
-def compare(setting: Setting, references: list[str]) -> list[dict]:
-    measured = {}
-    for name in [OURS, *references]:
-        measured[name] = speed(setting, name)
-        print(f"{setting.shape}, {name}: {measured[name] or 'out of memory'}", flush=True)
-    ours, records = measured.pop(OURS), []
-    for name, found in measured.items():
-        there = found or dict.fromkeys(ours)  # None is recorded where memory does not suffice
-        more = {key: ours[key] for key in ("peak_gib", "loss")}
-        more |= {f"reference_{key}": there[key] for key in more}
-        speeds = ours["tokens_per_s"], name, there["tokens_per_s"]
-        records.append(record(RECORD, setting.shape, "tokens/s", *speeds, **more))
-    return records
 
 
 def losses(setting: Setting) -> list[dict]:
@@ -241,29 +208,27 @@ def glm(setting: Setting) -> list[dict]:
     return [record(RECORD, setting.shape, "tokens/s", *speeds, **more)]
 
 
-LAYERS = {"full": 48, "layers": 12, "loss": 4, "host": 48, "glm": 46}
-NAMES = {"host": "Qwen3-30B-A3B, ", "glm": "GLM-4.5-Air, "}
-OTHERS = {"loss": losses, "host": host, "glm": glm}
-REFERENCES = {"full": [BF16], "layers": ["ours merged", BF16]}
+PHASES = {"loss": (losses, 4, ""), "host": (host, 48, "Qwen3-30B-A3B, "), "glm": (glm, 46, "GLM-4.5-Air, ")}
+"""Functions, layers, and the beginning of a record's shape."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = script_parser(__doc__, out="folder of results.json")
-    parser.add_argument("--phases", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
     args = parser.parse_args(arguments)
     if not args.tiny:
         begin(args.trial)
     for phase in args.phases:
-        dims = MODELS["qwen3"].dims | dict(num_hidden_layers=LAYERS[phase], vocab_size=151936, pad_token_id=None)
+        run, layers, name = PHASES[phase]
+        dims = MODELS["qwen3"].dims | dict(num_hidden_layers=layers, vocab_size=151936, pad_token_id=None)
         if phase == "glm":
-            dims = dict(model_type="glm4_moe", head_dim=128, num_hidden_layers=46)  # else the defaults of Transformers
-        length, batch = 64 if args.tiny else 4096, 4 if phase in NAMES else 2
+            dims = dict(model_type="glm4_moe", head_dim=128, num_hidden_layers=layers)  # else the defaults
+        length, batch = 64 if args.tiny else 4096, 2 if phase == "loss" else 4
         if args.tiny:
             dims |= TINY | dict(vocab_size=512, num_hidden_layers=batch)
-        shape = f"{NAMES.get(phase, '')}{dims['num_hidden_layers']} layers, {batch} x {length:,} tokens"
-        setting = Setting("Qwen3Moe", shape, dims, batch, length)
-        records = OTHERS[phase](setting) if phase in OTHERS else compare(setting, REFERENCES[phase])
+        shape = f"{name}{dims['num_hidden_layers']} layers, {batch} x {length:,} tokens"
+        records = run(Setting("Qwen3Moe", shape, dims, batch, length))
         write_records(args.out / "results.json", records)
 
 

@@ -5,26 +5,21 @@ The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from
     python -m experiments.numerics.layer --out experiments/numerics
     python -m experiments.numerics.layer --out experiments/numerics --activations      # that table alone
 
-Adds to results.json and prints three tables: (1) one DeepSeek-V3-shaped layer on normal data, (2) the weight gradient
-alone when token scales of its two operands are anti-correlated, by transpose mode and for requantized transposes,
-(3) the layer of (1) with each activation.
+Adds to results.json and prints two tables: one DeepSeek-V3-shaped layer on normal data, and that with each activation.
 """
 
 from collections.abc import Callable
-from unittest import mock
 
 import torch
 
-from experiments.ablations import dequantize_transpose_requantize, requantized_pair
 from experiments.records import record, require_commit, script_parser, write_records
 from experiments.reference import LayerInputs, make_layer, moe_layer, relative_error
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
-WGRAD_UNIT = "relative error, largest of 8 seeds"
 
 
 class QuantizedMatmul(torch.autograd.Function):
@@ -108,15 +103,9 @@ def layer_table(device: str, size: dict) -> dict[str, list[float]]:
         "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
         "FP8-Flow balanced": flow(topk_ids),
         "FP8-Flow balanced, h in fp8": flow(topk_ids, save_h="fp8"),
-        "FP8-Flow scaling_aware": flow(topk_ids, wgrad="scaling_aware"),
-        "FP8-Flow bf16 wgrad": flow(topk_ids, wgrad="bf16"),
     }
 
-    table = {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
-    with mock.patch.object(ops, "transpose_pair", side_effect=requantized_pair) as transpose_pair:
-        table["FP8-Flow requantize"] = errors(gradients(flow(topk_ids), inputs, dout), reference)
-    assert transpose_pair.call_count == 2, "the layer did not take the ablation's transposes"
-    return table
+    return {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
 
 
 def activation_table(device: str, size: dict) -> dict[str, list[float]]:
@@ -136,35 +125,6 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
             ours = gradients(flow(topk_ids, name, save_h=save_h), inputs, dout)
             table[f"{name}, h in {save_h}"] = errors(ours, reference)
     return table
-
-
-def anti_correlated_table(device: str, binades: int, seeds: int = 8) -> dict[str, list[float]]:
-    """Relative errors of dW = dy^T x when rows of x vary by 2**n and rows of dy by 2**-n.
-
-    n is normal with standard deviation ``binades``.
-    """
-    errors = {}
-    for seed in range(seeds):
-        generator = torch.Generator(device).manual_seed(seed)
-        spread = torch.exp2(torch.randn(1024, 1, generator=generator, device=device).mul(binades).round())
-        x, dy = (torch.randn(1024, 512, generator=generator, device=device) for _ in range(2))
-        x, dy = x * spread, dy / spread
-        exact = dy.double().T @ x.double()
-        (qx, sx), (qy, sy) = recipe.quantize_rows(x), recipe.quantize_rows(dy)
-        rowwise = recipe.dequantize(qy, sy, torch.float64).T @ recipe.dequantize(qx, sx, torch.float64)
-        errors.setdefault("exact row-wise values", []).append(relative_error(rowwise, exact))
-        offsets = torch.tensor([1024], dtype=torch.int32, device=device)
-        sx, sy = recipe.column_major(sx), recipe.column_major(sy)
-        for mode in (*recipe.TRANSPOSE_MODES, "requantize"):
-            transpose = requantized_pair if mode == "requantize" else ops.transpose_pair
-            xT, xTs, dyT, dyTs = transpose(qx, sx, qy, sy, offsets, mode)
-            dw = ops.grouped_mm_wgrad(dyT, dyTs, xT, xTs, offsets, torch.float32)[0]
-            errors.setdefault(mode, []).append(relative_error(dw, exact))
-        # No GEMM takes a scale per column: float64 products of the dequantized operands.
-        by_column = [dequantize_transpose_requantize(*operand, columns=1) for operand in ((qy, sy), (qx, sx))]
-        dyT, xT = (recipe.dequantize(*operand, torch.float64) for operand in by_column)
-        errors.setdefault("requantize by column", []).append(relative_error(dyT @ xT.T, exact))
-    return errors
 
 
 def show(title: str, rows: dict[str, list[float]]) -> None:
@@ -196,23 +156,10 @@ def main() -> None:
     show(f"relative error against fp32 by activation, {shape}", rows)
     records = layer_records("activation_error", shape, rows, "swiglu, h in bf16")
     if not args.activations:
-        records += of_recipes(device, shape, size)
+        rows = layer_table(device, size)
+        show(f"relative error against the fp32 layer, {shape}", rows)
+        records += layer_records("layer_error", shape, rows, "bf16")
     write_records(args.out / "results.json", records)
-
-
-def of_recipes(device: str, shape: str, size: dict) -> list[dict]:
-    rows = layer_table(device, size)
-    show(f"relative error against the fp32 layer, {shape}", rows)
-    records = layer_records("layer_error", shape, rows, "bf16")
-    for binades in (3, 4):
-        table = anti_correlated_table(device, binades)
-        print(f"\nrelative error of dW, anti-correlated token scales, {binades} binades, 8 seeds: smallest, largest")
-        for name, errors in table.items():
-            print(f"{name:32}{min(errors):10.4f}{max(errors):10.4f}")
-            shape, exact = f"1024 x 512 x 512, {binades} binades", "exact row-wise values"
-            found = record(f"wgrad_error {name}", shape, WGRAD_UNIT, max(errors), exact, max(table[exact]))
-            records.append(found | {"smallest": min(errors)})
-    return records
 
 
 if __name__ == "__main__":

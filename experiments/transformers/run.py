@@ -8,9 +8,7 @@ Both implementations run the same module with the same bf16 parameters and atten
     eager      forward and backward of a batch: tokens/s, peak memory, loss
     training   50 steps of AdamW from the same weights on the same bytes of Python sources: losses at the end
     decode     the forward of one token of some sequences without gradients, also with Transformers' batched_mm
-    frozen     the same as eager with experts that do not train, as beside adapters
     compiled   the same as eager under torch.compile, with causal attention and no mask
-    compiled_frozen   both
 
 Records are written after each phase. A phase does not begin after ``--budget`` seconds; stderr names it. The vocabulary
 has 32,768 tokens, so that the output layer does not dominate four layers.
@@ -23,8 +21,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +40,7 @@ from titan_fp8moe.transformers import NAME, converted, register
 
 DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
-PHASES = ("eager", "training", "decode", "frozen", "compiled", "compiled_frozen")
+PHASES = ("eager", "training", "decode", "compiled")
 SEQUENCES = (1, 8, 64, 256)  # of a decoding step
 STEPS, SEEDS = 50, (0, 1, 2)  # of training
 ROUNDS, CALLS = 5, 5  # turns, and steps in one
@@ -155,31 +152,11 @@ class Bench:
     def eager(self) -> list[dict]:
         return self.forward_backward("eager", self.model)
 
-    def frozen(self) -> list[dict]:
-        with self.experts_frozen():
-            return self.forward_backward("eager, experts frozen", self.model)
-
-    def compiled(self, what: str = "torch.compile") -> list[dict]:
-        # Once per implementation: the graph depends on the config.
-        torch._dynamo.reset()
+    def compiled(self) -> list[dict]:
+        torch._dynamo.reset()  # the graph depends on the config
         self.model.set_attn_implementation(CAUSAL)
         compiled = torch.compile(self.model, dynamic=False, backend="inductor" if CUDA else "aot_eager")
-        return self.forward_backward(what, compiled)
-
-    def compiled_frozen(self) -> list[dict]:
-        with self.experts_frozen():
-            # Quantized weights that a layer keeps are made by a call outside of the trace.
-            self.step(NAME, self.model)
-            return self.compiled("torch.compile, experts frozen")
-
-    @contextmanager
-    def experts_frozen(self) -> Iterator[None]:
-        experts = [param for name, param in self.model.named_parameters() if ".experts." in name]
-        for param in experts:
-            param.requires_grad_(False)
-        yield
-        for param in experts:
-            param.requires_grad_(True)
+        return self.forward_backward("torch.compile", compiled)
 
     def losses(self, name: str, seed: int) -> list[float]:
         """A training run's: the seed draws weights and text."""
