@@ -56,9 +56,7 @@ train() { # name, GPUs, seconds, arguments of train.py
 }
 
 layers() { # name, seconds, arguments of layer.py
-    part "layers_$1" 1 "$2" python3 -m experiments.throughput.layer --out experiments/throughput \
-        --variants bf16 "bf16 whole" "bf16 fused" fp8 "fp8 with weight quantization" \
-        "fp8 with weights kept for 4 microbatches" --models "${@:3}"
+    part "layers_$1" 1 "$2" python3 -m experiments.throughput.layer --out experiments/throughput --models "${@:3}"
 }
 
 kernels() { # module, seconds, arguments
@@ -83,19 +81,14 @@ train batch4_checkpointing 1 500 "${six[@]}" --variants fp8_flow fp8_flow:checkp
 train batch1 1 530 "${six[@]}" --local-batch 1 --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 train flex 1 400 --layers 6 --attention flex --variants fp8_flow bf16 "${fused[0]}"
 train settings 1 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8
-train ablations 1 400 "${six[@]}" --variants fp8_flow requantize unfused_permute
-train forced 1 300 "${six[@]}" --routing forced --variants fp8_flow bf16 bf16_whole
-train model 1 300 "${six[@]}" --routing model --variants fp8_flow bf16 bf16_whole
-train full_checkpoints 1 300 "${six[@]}" --variants fp8_flow bf16 -- --activation_checkpoint.mode=full
 train qwen3 1 530 --model qwen3_30b --layers 5 --attention sdpa --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 train qwen3_batch1 1 530 --model qwen3_30b --layers 5 --attention sdpa --local-batch 1 --seeds 0 1 \
     --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 part first_step 1 400 python3 -m experiments.throughput.first_step --out experiments/throughput --gpus 1 "${six[@]}"
 
 layers 16b 400 16B --tokens 16384 8192
-part layers_ablations 1 400 python3 -m experiments.throughput.layer --out experiments/throughput \
-    --models 16B 671B --tokens 16384 --variants fp8 "fp8 requantize" "fp8 unfused permute" "fp8 with bf16 shared experts"
-layers small 400 16B Qwen3-30B --tokens 4096 --processes 5 --together 5
+layers ablations 400 16B 671B --tokens 16384 --ablations
+layers small 400 16B Qwen3-30B --tokens 4096
 layers 671b 400 671B --tokens 16384 8192 4096
 layers 16b_fp32 300 16B --tokens 16384 --fp32
 layers kimi_glm 400 Kimi-K2 GLM-4.5-Air --tokens 16384 8192
@@ -118,7 +111,7 @@ for model in qwen3 deepseek_v3; do
     part "transformers_${model}_default" 1 100 python3 -m experiments.transformers.run --out experiments/transformers \
         --models "$model" --attention default --phases eager
 done
-for phase in full layers loss host glm; do
+for phase in loss host glm; do
     part "lora_$phase" 1 500 env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
         python3 -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases "$phase"
 done
@@ -143,8 +136,6 @@ train 16b_microbatches 4 590 --attention sdpa --steps 20 --variants "${both[0]},
     -- --training.global_batch_size=64
 train 16b_own_routing 4 590 --attention sdpa --steps 200 --routing model --variants fp8_flow "$strongest"
 part exchange 4 540 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
-part layers_671b_4gpus 4 530 python3 -m experiments.throughput.layer --out experiments/throughput --gpus 4 \
-    --models 671B --tokens 4096
 
 titan03() { # name, GPUs, arguments of train.py
     train "titan03_$1" "$2" 530 --torchtitan 0.3.0 "${@:3}"
