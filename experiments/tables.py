@@ -504,11 +504,12 @@ def layer_ablations(records: Records) -> str:
 def activations(records: Records, kind: str = "activation_error") -> str:
     """Relative errors of each activation's layer, or of another ``kind`` of records, named ``KIND COLUMN: ROW``."""
     found: dict[str, dict[str, str]] = {}
-    for r in records.all:
-        if r["name"].startswith(f"{kind} "):
-            column, row = r["name"].removeprefix(f"{kind} ").split(": ")
-            found.setdefault(row, {})[column] = f"{r['value']:.4f}"
-            records.used.append(r)
+    of_kind = [r for r in records.all if r["name"].startswith(f"{kind} ")]
+    newest = max(reversed(of_kind), key=lambda r: r["date"], default=None)
+    for r in (r for r in of_kind if (r["date"], r["commit"]) == (newest["date"], newest["commit"])):
+        column, row = r["name"].removeprefix(f"{kind} ").split(": ")
+        found.setdefault(row, {})[column] = f"{r['value']:.4f}"
+        records.used.append(r)
     columns = list(dict.fromkeys(column for of in found.values() for column in of))
     return markdown(["", *columns], [[name, *(of.get(column, "") for column in columns)] for name, of in found.items()])
 
