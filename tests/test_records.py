@@ -47,23 +47,21 @@ def checkout(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_commit_of_a_checkout(checkout: Path):
+    """Other Python files than a commit's give it a "+"; records do not."""
+
     def git(*args: str) -> str:
-        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(
-            ["git", *identity, *args], cwd=checkout, check=True, capture_output=True, text=True
-        ).stdout
+        command = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     (checkout / "a.py").write_text("a = 1\n")
-    git("init")
-    git("add", "a.py")
-    git("commit", "-m", "a")
-    commit = git("rev-parse", "--short", "HEAD").strip()
-    (checkout / "results.json").write_text("[]")
-    assert environment()["commit"] == commit
+    for command in (["init"], ["add", "a.py"], ["commit", "-m", "a"]):
+        git(*command)
+    commit = git("rev-parse", "--short", "HEAD")
+    for name, mark in (("results.json", ""), ("b.py", "+")):
+        (checkout / name).touch()
+        assert environment()["commit"] == commit + mark
+    (checkout / "b.py").unlink()
     (checkout / "a.py").write_text("a = 2\n")
-    assert environment()["commit"] == f"{commit}+"
-    git("checkout", "a.py")
-    (checkout / "b.py").touch()
     assert environment()["commit"] == f"{commit}+"
 
 
@@ -74,19 +72,11 @@ def test_commit_of_a_copy_without_git(checkout: Path, monkeypatch):
     assert environment()["commit"] == "abc1234"
 
 
-GPU_SCRIPTS = sorted(
-    path
-    for folder in ("kernels", "throughput", "transformers", "expert_parallel")
-    for path in (Path(__file__).parents[1] / "experiments" / folder).glob("*.py")
-    if "__main__" in path.read_text() and path.stem not in ("setting",)
-)
-
-
 def test_scripts_ask_for_a_gpu_first():
-    assert len(GPU_SCRIPTS) > 10
-    for path in GPU_SCRIPTS:
-        main = path.read_text().split("\ndef main(")[1]
-        assert "begin(args.trial)" in main, path
+    folders, root = ("kernels", "throughput", "transformers", "expert_parallel"), Path(__file__).parents[1]
+    texts = [path.read_text() for folder in folders for path in (root / "experiments" / folder).glob("*.py")]
+    mains = [text.split("\ndef main(")[1] for text in texts if "\ndef main(" in text]
+    assert len(mains) > 10 and all("begin(args.trial)" in main for main in mains)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
