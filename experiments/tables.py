@@ -263,8 +263,8 @@ STATED = {  # the names of records, the first column, and the others: what a nam
     ),
     "model_layers": (
         "layer_.*", _MS,
-        {"bf16, one graph": ("", cell, "bf16 whole"), "bf16, fused": ("", cell, _FUSED),
-         _OURS: ("", ours, "bf16 whole", _FUSED), "the same with SwiGLU": ("", cell, "ours with SwiGLU")},
+        {"bf16, fused": ("", cell, _FUSED), _OURS: ("", ours, _FUSED),
+         "the same with SwiGLU": ("", cell, "ours with SwiGLU")},
     ),
     "grouped_ffn": (
         "grouped_ffn", _MS,
@@ -616,31 +616,20 @@ def from_checkpoints(records: Records) -> str:
 
 
 def gradient_noise(records: Records) -> str:
-    """Errors of gradients, their bias, and the batch whose noise equals them, at one step after the other."""
+    """Errors of gradients, and the batch whose noise equals FP8's, at one step after the other."""
 
-    def percent(r: Record, key: str) -> str:
-        if r[key] is None:
-            return ""
-        decimals = 2 if r[key] < 0.01 else 1 if r[key] < 1 else 0
-        return f"{r[key]:.{decimals}%}"
+    def percent(value: float) -> str:
+        return f"{value:.{2 if value < 0.01 else 1}%}"
 
-    def tokens(r: Record, key: str) -> str:
-        return "∞" if r[key] is None else f"{float(f'{r[key] / 1e6:.3g}'):,.0f}"
+    def batch(tokens: float | None) -> str:
+        return "∞" if tokens is None else f"{float(f'{tokens / 1e6:.3g}'):,.0f}"
 
-    shown = {
-        "FP8's error": (percent, "value"),
-        "its bias": (percent, "bias"),
-        "a minibatch's noise": (percent, "noise"),
-        "critical batch, M tokens": (tokens, "critical_tokens"),
-        "bf16's error": (percent, "reference_value"),
-        "its critical batch": (tokens, "reference_critical_tokens"),
-    }
+    shown = {"value": percent, "reference_value": percent, "critical_tokens": batch}
     rows = []
     for name in records.names("gradient_noise .*"):
         found = [first(records.of(name, shape)) for shape in records.shapes(name)]
-        cells = [" / ".join(text(r, key) for r in found) for text, key in shown.values()]
-        rows.append([name.partition(" ")[2], *cells])
-    return markdown(["weights", *shown], rows)
+        rows.append([name.partition(" ")[2], *(" / ".join(text(r[key]) for r in found) for key, text in shown.items())])
+    return markdown(["weights", "FP8's error", "bf16's error", "critical batch, M tokens"], rows)
 
 
 # --- sources that are no records --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torchtitan.models.moe.moe import FeedForward
 from experiments.kernels.sonicmoe import BF16, UNIT, Step
 from experiments.records import begin, script_parser, within, write_records
 from experiments.reference import largest_error
-from experiments.throughput.variants import compile_whole
+from experiments.throughput.layer import compile_whole
 from experiments.timing import CUDA, median_ms, show, state_records
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
 from titan_fp8moe.recipe import padded

@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.kernels.sonicmoe import BF16, UNIT, Step
 from experiments.records import begin, script_parser, within, write_records
 from experiments.reference import largest_error
-from experiments.throughput.variants import compile_whole
+from experiments.throughput.layer import compile_whole
 from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import grouped_ffn, grouped_mm, ops, routed_experts
 from titan_fp8moe.recipe import row_capacity

@@ -5,31 +5,29 @@
 
 All candidates get the same tokens, routing, scores and bf16 weights, return all gradients but the routing's, and are
 one graph each, ``torch.compile(fullgraph=True)``. Shared experts and their gate are inside, the router is not. Ours
-quantizes its weights in each direction, as a step without gradient accumulation does. The references are torchtitan's
-layer, and :func:`experiments.throughput.fused_bf16.fused_experts`, the strongest bf16. Both have the model's activation
-and, for gate and up of the shared experts, one GEMM. A clamp's cost is that of ours next to ours with SwiGLU. Routing
-is random: each expert has about the same number of rows.
+quantizes its weights in each direction, as a step without gradient accumulation does. The reference is the strongest
+bf16, :func:`experiments.throughput.fused_bf16.fused_experts`, with the model's activation and, for gate and up of the
+shared experts, one GEMM. A clamp's cost is that of ours next to ours with SwiGLU. Routing is random: each expert has
+about the same number of rows.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
-from torchtitan.models.moe.moe import MoE, MoEArgs
-from torchtitan.models.moe.utils import indices_padding_wrapper
+from torch import Tensor
 
 from experiments.kernels.sonicmoe import BF16, UNIT, Sizes, Step
 from experiments.records import begin, script_parser, within, write_records
 from experiments.reference import largest_error
 from experiments.throughput.fused_bf16 import fused_experts
-from experiments.throughput.variants import compile_whole
+from experiments.throughput.layer import compile_whole
 from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.spec import ExpertSpec
 
-OURS, SWIGLU, WHOLE, FUSED = "ours", "ours with SwiGLU", "bf16 whole", "bf16 fused"
+OURS, SWIGLU, FUSED = "ours", "ours with SwiGLU", "bf16 fused"
 
 
 class Model(NamedTuple):
@@ -82,16 +80,13 @@ class Problem:
         self.around = [t for t in (self.x, self.scores, self.s13, self.s2, self.gate) if t is not None]
         self.weights = [t for t in (self.w2, self.b13, self.b2, self.w13) if t is not None]
 
-    def step(self, layer: Callable[[Tensor], Tensor], weights: list[Tensor], titan: bool = False) -> Step:
-        """The output, and the gradients of what all candidates share, then of their ``weights``. torchtitan's layer
-        runs under autocast, as it trains on one GPU. Its padding does not compile on a CPU."""
+    def step(self, layer: Callable[[Tensor], Tensor]) -> Step:
+        """The output, and all gradients."""
         torch._dynamo.reset()
-        call = layer if titan and self.device == "cpu" else compile_whole(layer)
-        leaves = self.around + weights
+        call, leaves = compile_whole(layer), self.around + self.weights
 
         def step() -> list[Tensor]:
-            with torch.autocast(self.device, BF16, enabled=titan):
-                out = call(self.x)
+            out = call(self.x)
             return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
 
         return step
@@ -109,16 +104,15 @@ class Problem:
                 shared = SharedExperts(self.s13, cast(Tensor, self.s2), None, scores)
             return routed_experts(x, self.w13, self.w2, None, self.ids, self.scores, shared=shared, **options)
 
-        return self.step(layer, self.weights)
+        return self.step(layer)
 
-    def activate(self, h: Tensor, up: Tensor | None = None) -> Tensor:
-        """The activation of gate and up, which are ``h`` or, with ``up``, apart; in fp32 of bf16, as the compiler
-        computes it anyway."""
-        spec = self.model.spec
-        if spec.gated and up is None:
+    def activate(self, h: Tensor) -> Tensor:
+        """The activation of gate and up; in fp32 of bf16, as the compiler computes it anyway."""
+        spec, up = self.model.spec, None
+        if spec.gated:
             h, up = (h[:, ::2], h[:, 1::2]) if spec.interleaved else h.chunk(2, 1)
         forward = ACTIVATIONS[spec.activation].forward
-        return forward(h.float(), up if up is None else up.float(), *spec.parameters).to(BF16)
+        return forward(h.float(), None if up is None else up.float(), *spec.parameters).to(BF16)
 
     def shared_experts(self, x: Tensor) -> Tensor:
         y = self.activate(x @ cast(Tensor, self.s13).T) @ cast(Tensor, self.s2).T
@@ -130,73 +124,12 @@ class Problem:
             out = fused_experts(x, self.w13, self.w2, self.ids, self.scores, self.activate, biases)
             return (out if self.s13 is None else out + self.shared_experts(x)).to(BF16)
 
-        return self.step(layer, self.weights)
-
-    def whole(self) -> Step:
-        D, H, E, K = self.model.sizes
-        args = MoEArgs(
-            num_experts=E, num_shared_experts=0, top_k=K, score_before_experts=False, load_balance_coeff=None
-        )
-        with torch.device("meta"):
-            moe = MoE(args, D, H)
-        moe.tokens_per_expert = torch.zeros(E, device=self.device)
-        moe.router, moe.experts = _Routed(self), _Padded(self)
-        moe.shared_experts = None if self.s13 is None else cast(Any, self.shared_experts)
-        return self.step(lambda x: moe(x.unsqueeze(0)).squeeze(0), moe.experts.leaves, titan=True)
-
-
-class _Routed(nn.Module):
-    """torchtitan's router, with a routing that is given."""
-
-    def __init__(self, problem: Problem):
-        super().__init__()
-        E = problem.model.sizes.E
-        self.top_k, self.scores, self.ids = problem.model.sizes.K, problem.scores, problem.ids
-        self.counts = problem.ids.flatten().bincount(minlength=E).float()
-
-    def forward(self, x: Tensor, expert_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.scores, self.ids, self.counts
-
-
-class _Padded(nn.Module):
-    """torchtitan's experts, a GEMM for each projection, with the model's activation and biases."""
-
-    def __init__(self, problem: Problem):
-        super().__init__()
-        spec, w13 = problem.model.spec, problem.w13.detach()
-        apart = spec.gated and not spec.interleaved  # torchtitan's gpt_oss has gate and up in one
-        projections = w13.chunk(2, 1) if apart else [w13]
-        self.up = [w.clone().requires_grad_() for w in projections]
-        self.down, self.problem = problem.w2, problem
-        self.leaves = problem.weights[:-1] + self.up
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        return indices_padding_wrapper(self.run)(self.up[0], self.down, None, x, counts)
-
-    def run(self, w1: Tensor, w2: Tensor, w3: None, x: Tensor, counts: Tensor) -> Tensor:
-        problem, ends = self.problem, counts.cumsum(0, dtype=torch.int32)
-        h = [torch._grouped_mm(x, w.transpose(1, 2), offs=ends) for w in self.up]
-        if problem.b13 is None:
-            return torch._grouped_mm(problem.activate(*h), w2.transpose(1, 2), offs=ends)
-        rows = torch.arange(x.shape[0], device=x.device, dtype=torch.int32)
-        expert = torch.searchsorted(ends, rows, right=True).unsqueeze(1)
-        one_hot = (expert == torch.arange(ends.shape[0], device=x.device)).to(BF16)
-        # Rows past the end hold arbitrary bytes, also in the gradient, which the biases' GEMM reads.
-        biased = torch.where(expert < ends.shape[0], h[0] + one_hot @ problem.b13, 0)
-        y = torch._grouped_mm(problem.activate(biased), w2.transpose(1, 2), offs=ends)
-        return y + one_hot @ cast(Tensor, problem.b2)
-
-
-def check(mine: list[Tensor], others: list[Tensor]) -> float:
-    """:func:`largest_error` of output and gradients. Of ``others`` the last two may be the gradients of gate and up,
-    which ``mine`` has in one."""
-    count = len(mine) - 1
-    return largest_error(mine, [*others[:count], torch.cat(others[count:], 1)])
+        return self.step(layer)
 
 
 def candidates(problem: Problem) -> dict[str, Step]:
     spec = problem.model.spec
-    steps = {OURS: problem.ours(spec), WHOLE: problem.whole(), FUSED: problem.fused()}
+    steps = {OURS: problem.ours(spec), FUSED: problem.fused()}
     if spec.activation == "clamped_swiglu":
         steps[SWIGLU] = problem.ours(spec._replace(activation="swiglu", parameters=()))
     return steps
@@ -213,13 +146,12 @@ def main() -> None:
     for name in within(args.budget, args.only):
         model = tiny(MODELS[name]) if args.tiny else MODELS[name]
         steps = candidates(Problem(model, "cuda" if torch.cuda.is_available() else "cpu"))
-        mine = steps[OURS]()
-        apart = [check(mine, steps[peer]()) for peer in (FUSED, WHOLE)]
+        apart = largest_error(steps[OURS](), steps[FUSED]())
         shape = f"{name}, {model.tokens} tokens, {model.tokens * model.sizes.K // model.sizes.E} rows per expert"
         times = median_ms(steps)
-        show(f"{shape}, {max(apart):.3f} apart", times)
-        write_records(args.out, state_records(f"layer_{name}", shape, times, OURS, [WHOLE, FUSED, SWIGLU], UNIT))
-        del steps, mine
+        show(f"{shape}, {apart:.3f} apart", times)
+        write_records(args.out, state_records(f"layer_{name}", shape, times, OURS, [FUSED, SWIGLU], UNIT))
+        del steps
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from experiments.records import begin, script_parser, within, write_records
 from experiments.reference import largest_error
-from experiments.throughput.variants import MODELS
+from experiments.throughput.layer import MODELS
 from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 

@@ -27,9 +27,7 @@ import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patc
 from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.records import begin, other_torch, record, script_parser, within, write_records
 from experiments.reference import in_model
-from experiments.throughput.fused_bf16 import FusedMoE
-from experiments.throughput.routing import BalancedRandomRouter
-from experiments.throughput.variants import MODELS, Model, compile_whole
+from experiments.throughput.fused_bf16 import BalancedRandomRouter, FusedMoE
 from experiments.timing import elapsed_ms, in_turn, medians
 from titan_fp8moe import WeightCache, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -38,6 +36,30 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDS, BLOCK_MS, MIN_STEPS = 4, 80.0, 5  # turns of a variant, and their length
+_V2, _V3 = dict(score_func="softmax"), dict(score_func="sigmoid", route_norm=True, route_scale=2.5)
+_QWEN3 = dict(score_func="softmax", route_norm=True)
+
+
+class Model(NamedTuple):
+    """A model's MoE layers; ``experts`` is the number per GPU that is measured, ``router`` arguments of MoEArgs."""
+
+    D: int
+    H: int
+    top_k: int
+    shared: int
+    experts: int
+    router: dict[str, Any]
+
+
+MODELS = {
+    "671B": Model(7168, 2048, 8, 1, 64, _V3),
+    "16B": Model(2048, 1408, 6, 2, 64, _V2),
+    "Kimi-K2": Model(7168, 2048, 8, 1, 48, _V3),
+    "GLM-4.5-Air": Model(4096, 1408, 8, 1, 128, _V3),
+    "Qwen3-235B": Model(4096, 1536, 8, 0, 32, _QWEN3),
+    "Qwen3-30B": Model(2048, 768, 8, 0, 128, _QWEN3),
+    "tiny": Model(256, 128, 3, 1, 6, _V3),  # for tests
+}
 
 
 class Variant(NamedTuple):
@@ -62,6 +84,17 @@ ABLATIONS = {
 MAIN = REFERENCES | {"fp8": OURS, "fp8 kept": KEPT}
 _EAGER_EXPERTS = moe_module._run_experts_grouped_mm
 _OPS = {name: getattr(ops, name) for variant in ABLATIONS.values() for name in variant.replaced}
+
+
+def compile_whole(moe: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The layer as one graph, of a code object of its own: torch.compile would try the other variants' graphs first."""
+    torch._dynamo.config.capture_scalar_outputs = True  # as torchtitan's apply_compile
+
+    def call(x: Tensor) -> Tensor:
+        return moe(x)
+
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, fullgraph=True)
 
 
 class Bench:

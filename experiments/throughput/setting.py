@@ -30,11 +30,9 @@ from torchtitan.models.qwen3 import qwen3_args
 from torchtitan.models.qwen3.infra import parallelize as qwen3_parallelize
 from torchtitan.protocols.model_converter import ModelConverter, register_model_converter
 
-from experiments.ablations import permute_then_copy, requantized_pair
-from experiments.throughput.fused_bf16 import FusedMoE, moes
-from experiments.throughput.routing import BalancedRandomRouter
+from experiments.throughput.fused_bf16 import BalancedRandomRouter, FusedMoE, moes
 from experiments.throughput.train import wait_for_turn
-from titan_fp8moe import grouped_mm, ops
+from titan_fp8moe import grouped_mm
 from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks for it here
 from titan_fp8moe.torchtitan.converter import loaded_trainers
 from titan_fp8moe.trainer.ahead import keep_host_ahead
@@ -162,16 +160,6 @@ def cast_around_each_gemm(
 @converter
 def naive_blockwise(model: nn.Module) -> None:
     torchtitan_moe._run_experts_grouped_mm = cast_around_each_gemm  # before torchtitan compiles it
-
-
-@converter
-def requantize(model: nn.Module) -> None:
-    ops.transpose_pair = requantized_pair
-
-
-@converter
-def unfused_permute(model: nn.Module) -> None:
-    ops.permute_rows = permute_then_copy
 
 
 @converter

@@ -75,8 +75,6 @@ CONVERTERS = {
     "naive_whole": ["naive_blockwise", "whole_blocks"],
     "float8_tensorwise": ["float8_tensorwise"],  # torchao's, of dense models
     "float8_rowwise": ["float8_rowwise"],
-    "requantize": ["requantize", "fp8_flow_moe"],  # ours with dequantize-transpose-requantize
-    "unfused_permute": ["unfused_permute", "fp8_flow_moe"],  # ours with one more pass to pad
     "fp8_flow": ["fp8_flow_moe"],
 }
 VARIANTS_03 = (*(f"bf16{kind}" for kind in ("", "_outside_fsdp", "_fused_swiglu", "_strongest")), "torchao", "fp8_flow")
