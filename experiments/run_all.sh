@@ -128,13 +128,14 @@ train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"
 strongest=bf16_fused:checkpointing=saved,ep=1
 whole=(--attention sdpa --steps 30 --seeds 0 1 2)
 train 16b_default 4 590 --attention sdpa --steps 60 --seeds 0 1 --variants fp8_flow "${both[0]}"
-train 16b 4 590 "${whole[@]}" --variants "${both[0]}" "$strongest" bf16
+never=(-- --parallelism.fsdp_reshard_after_forward=never) # both sides gain; the strongest bf16 then takes 133 GiB
+train 16b 4 590 "${whole[@]}" --variants "${both[0]}" "$strongest" "${never[@]}"
 train 16b_batch1 4 590 "${whole[@]}" --local-batch 1 --variants "${both[0]}" "$strongest" bf16
 train 16b_batch8 4 590 "${whole[@]}" --local-batch 8 --variants "${both[0]},recompute=experts" "$strongest" bf16
 train qwen3_30b 4 590 --model qwen3_30b "${whole[@]}" --variants "${both[0]},recompute=experts" "$strongest" bf16
 train 16b_microbatches 4 590 --attention sdpa --steps 20 --variants "${both[0]},cache_weights=true" "$strongest" \
     -- --training.global_batch_size=64
-train 16b_own_routing 4 590 --attention sdpa --steps 200 --routing model --variants fp8_flow "$strongest"
+train 16b_own_routing 4 590 --attention sdpa --steps 200 --routing model --variants fp8_flow "$strongest" "${never[@]}"
 part exchange 4 540 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 
 titan03() { # name, GPUs, arguments of train.py

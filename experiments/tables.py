@@ -603,6 +603,20 @@ def pairs(records: Records) -> str:
     return markdown(["model", "", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
 
 
+def long_run(records: Records) -> str:
+    """A long run in bf16, the same with one bit of an initial weight changed, and in FP8."""
+    rows = []
+    for name, shape in records.named("3,000 steps: .*", "bf16"):
+        bf16, changed = records.of(name, shape).values()
+        digits = ".4f" if bf16["unit"] == "nats" else ",.0f" if "tokens" in bf16["unit"] else ".1f"
+        values = bf16["reference_value"], changed["reference_value"], bf16["value"]
+        apart = [f"{value / values[0] - 1:+.2%}" for value in values[1:]]
+        title = f"{name.partition(': ')[2]}, {bf16['unit']}"
+        rows.append([title, *(f"{value:{digits}}" for value in values), *apart])
+    names = ["bf16", "bf16, one bit changed", "FP8"]
+    return markdown(["", *names, "bf16 from itself", "FP8 from bf16"], rows)
+
+
 def from_checkpoints(records: Records) -> str:
     """Losses after training on from bf16's checkpoints, relative to bf16's, with intervals of the runs' spread."""
     rows = []
@@ -673,6 +687,7 @@ def whole_models(records: Records) -> str:
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 _BATCH = "sdpa, local batch 4, random routing"
+_NEVER = ", parallelism.fsdp_reshard_after_forward=never"
 HEADLINE = {  # a row of the first table and of the picture: the record's name and shape, and which bf16 it has
     "DeepSeek-V3 16B, 6 layers": ("train_16b checkpointing=none", f"16B, 6 layers, {_BATCH}, 1 GPU", "fused"),
     "Qwen3-30B-A3B, 5 layers": (
@@ -680,7 +695,7 @@ HEADLINE = {  # a row of the first table and of the picture: the record's name a
         f"Qwen3-30B-A3B, 5 layers, {_BATCH}, 1 GPU",
         "fused",
     ),
-    "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", f"16B, 27 layers, {_BATCH}, 4 GPUs", "fused"),
+    "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", f"16B, 27 layers, {_BATCH}, 4 GPUs{_NEVER}", "fused"),
     "Qwen3-30B-A3B, all 48 layers": (
         "train_qwen3_30b dispatch=symmetric recompute=experts",
         f"Qwen3-30B-A3B, 48 layers, {_BATCH}, 4 GPUs",
@@ -722,7 +737,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     for table in (
         *(headline, training, dense, titan03, checkpointing, variants, sweep, first_steps),
         *(layers, layer_ablations, dense_linears, peaks, activations, transformers, lora),
-        *(gemms, data_movement, exchange, pairs, gradient_noise, from_checkpoints),
+        *(gemms, data_movement, exchange, pairs, long_run, gradient_noise, from_checkpoints),
         *(published, dry_runs, whole_models),
     )
 }
