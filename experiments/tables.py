@@ -695,7 +695,11 @@ HEADLINE = {  # a row of the first table and of the picture: the record's name a
         f"Qwen3-30B-A3B, 5 layers, {_BATCH}, 1 GPU",
         "fused",
     ),
-    "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", f"16B, 27 layers, {_BATCH}, 4 GPUs{_NEVER}", "fused"),
+    "DeepSeek-V3 16B, all 27 layers": (
+        "train_16b dispatch=symmetric",
+        f"16B, 27 layers, {_BATCH}, 4 GPUs{_NEVER}",
+        "fused",
+    ),
     "Qwen3-30B-A3B, all 48 layers": (
         "train_qwen3_30b dispatch=symmetric recompute=experts",
         f"Qwen3-30B-A3B, 48 layers, {_BATCH}, 4 GPUs",
