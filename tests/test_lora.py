@@ -207,9 +207,11 @@ WRONG = {  # of a layer whose w1 has shape (8, 128, 256)
     ),
     "columns": (dict(A=lambda a: a.A[:, :, :128]), "got (8, 8, 128) on cpu and (8, 128, 8)"),
     "rank": (dict(B=lambda a: a.B[:, :, :4]), "got (8, 8, 256) on cpu and (8, 128, 4)"),
-    "no rank": (dict(A=lambda a: a.A[:, :0], B=lambda a: a.B[:, :, :0]), "r at least 1; got (8, 0, 256)"),
+    "no rank": (dict(A=lambda a: a.A[:, :0], B=lambda a: a.B[:, :, :0]), "a finite scale; got (8, 0, 256)"),
     "device": (dict(A=lambda a: a.A.to("meta")), "got (8, 8, 256) on meta"),
     "all ranks": (dict(A=lambda a: torch.cat([a.A] * 2), B=lambda a: torch.cat([a.B] * 2)), "got (16, 8, 256)"),
+    "fp16": (dict(B=lambda a: a.B.half()), "torch.float16, scale"),
+    "NaN": (dict(scale=lambda a: float("nan")), "a finite scale; got (8, 8, 256)"),
 }
 
 

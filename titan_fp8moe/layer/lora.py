@@ -10,6 +10,7 @@ up's adapters become one, whose B is block diagonal. :mod:`titan_fp8moe.recipe` 
 describes. :class:`LoraOperands` is what the FFN multiplies by.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -109,14 +110,16 @@ def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, 
 
 
 def _check_adapter(name: str, adapter: Adapter, weight: Any) -> None:
-    A, B, _ = adapter
+    A, B, scale = adapter
     E, N, K = weight.shape if not isinstance(weight, DTensor) else weight._local_tensor.shape
     rank = A.shape[1]
     fits = rank > 0 and A.shape == (E, rank, K) and B.shape == (E, N, rank)
-    if not fits or not A.device == B.device == weight.device:
+    kinds = {A.dtype, B.dtype} <= {torch.bfloat16, torch.float32} and math.isfinite(constant(scale))
+    if not fits or not kinds or not A.device == B.device == weight.device:
         raise ValueError(
-            f"lora.{name} must have A ({E}, r, {K}) and B ({E}, {N}, r) on {weight.device} for its weight "
-            f"({E}, {N}, {K}), r at least 1; got {tuple(A.shape)} on {A.device} and {tuple(B.shape)} on {B.device}"
+            f"lora.{name} must have A ({E}, r, {K}) and B ({E}, {N}, r), bf16 or fp32 on {weight.device}, for its "
+            f"weight ({E}, {N}, {K}), r at least 1, and a finite scale; got {tuple(A.shape)} on {A.device} and "
+            f"{tuple(B.shape)} on {B.device}, {A.dtype} and {B.dtype}, scale {scale}"
         )
 
 
