@@ -122,8 +122,12 @@ def test_inputs_that_do_not_fit_are_refused():
             ffn(inputs)
     with refused("the weight is (176, 256); both dims must be multiples of 128"):
         linear(x, w1, DEFAULTS)
+    w = torch.randn(128, D, device=DEVICE)
     with refused("x must be bf16 or fp32"):
-        linear(x.half(), torch.randn(128, D, device=DEVICE), DEFAULTS)
+        linear(x.half(), w, DEFAULTS)
+    for layer in (lambda: linear(x, w, DEFAULTS), lambda: ffn((x, *weights))):
+        with refused("the result would be torch.float16"), torch.autocast(DEVICE, torch.float16):
+            layer()
 
 
 def both(inputs, w):

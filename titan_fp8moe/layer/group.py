@@ -218,7 +218,10 @@ def _check_input(x: Tensor, D: int) -> None:
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"the result would be {dtype}; x must be bf16 or fp32, and so must autocast's dtype")
+    return dtype
 
 
 # --- linear -----------------------------------------------------------------------------------------------------------
