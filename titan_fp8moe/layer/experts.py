@@ -210,12 +210,13 @@ def _routed_experts_gradients(
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
     routed, routing, addend = routed._replace(a=of_forward.a or routed.a), of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
+    with_dx = tokens.returns_gradients(needed.x)
     ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)
     pending, returned, dx_MD = None, Returned(None), None
     dw = dw_shared = WeightGrads()
     adapter_grads: list[Tensor | None] = [None] * len(needed.adapters)
     try:
-        if with_dx := tokens.returns_gradients(needed.x):
+        if with_dx:
             with operands.held:
                 dx_MD = ffn.product(routed.dh, operands.transposed(0, of_forward.generations), ffn.lora.w13_t, dim)
         if with_dx or needed.topk_scores:

@@ -157,7 +157,8 @@ class FFN(NamedTuple):
         dw13 = dw2 = None
         if needed.w1 or needed.w3:
             rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
-            dw13 = weight_grads(grads.dh, rows, token_M, offsets_E, mode, like.groups[0], len(operands.groups[0]))
+            gate_up = (like.w1,) if like.w3 is None else (like.w1, like.w3)
+            dw13 = weight_grads(grads.dh, rows, token_M, offsets_E, mode, gate_up, len(operands.groups[0]))
         if needed.w2:
             dw2 = weight_grads(grads.dy, cast(Rows, grads.a), None, offsets_E, mode, (like.w2,))
         if statistics.collecting():

@@ -318,12 +318,24 @@ _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
 
 
+def groups_of(weights: ExpertWeights, expert: ExpertSpec) -> tuple[tuple[Any, ...], ...]:
+    """The weights that each operand is made of: gate and up, and down. A linear has w1 alone. Gate and up of one w1 are
+    two views where the operand has padding behind each of them."""
+    w1, w2, w3 = weights
+    gate_up = (w1,) if w3 is None else (w1, w3)
+    if w2 is None:
+        return (gate_up,)
+    if w3 is None and expert.gated and not expert.interleaved and w1.shape[1] % (2 * BLOCK):
+        gate_up = w1.chunk(2, 1)
+    return gate_up, (w2,)
+
+
 def copies_for(cache: WeightCache | None, weights: ExpertWeights, expert: ExpertSpec = SWIGLU) -> Copies | None:
     """The cache's copies for these weights of experts; none without a cache, or for fake weights, such as those of
     torch.export: buffers are real."""
     if cache is None or isinstance(weights.w1, FakeTensor):
         return None
-    return cache.buffers(weights.apart(expert).groups)
+    return cache.buffers(groups_of(weights, expert))
 
 
 def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -377,9 +389,9 @@ class WeightOperands:
                 self.copies, self.held = copies, copies.lock
         elif len(packed) > _COUNT:
             values = ExpertWeights.unpack(packed[-2 * _COUNT :])
-            if len(packed) > 2 * _COUNT and self.like.apart(expert) is not self.like:
+            if len(packed) > 2 * _COUNT and self.like.w3 is None and len(groups_of(self.like, expert)[0]) > 1:
                 raise ValueError("fp8_all_gather has padded gate and up as one; keep them as w1 and w3")
-        self.groups = values.apart(expert).groups
+        self.groups = groups_of(values, expert)
 
     def of_forward(self) -> tuple[list[Fp8Weight], Generations | None]:
         """w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H), unless there is none. And

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import BLOCK
 from titan_fp8moe.spec import ExpertSpec
 
 Weight = Tensor | Fp8Weight
@@ -45,21 +44,6 @@ class ExpertWeights(NamedTuple, Generic[W]):
     def for_backward(self) -> "tuple[list[Any], ExpertWeights[W] | None]":
         """The tensors that autograd keeps, for :meth:`unpack`; or none, and weights that a backward reads anew."""
         return (self.pack() if isinstance(self.w1, Fp8Weight) else [*self]), None
-
-    @property
-    def groups(self) -> tuple[tuple[W, ...], ...]:
-        """The weights that each operand is made of: gate and up, and down, unless there is none."""
-        gate_up = (self.w1,) if self.w3 is None else (self.w1, self.w3)
-        return (gate_up,) if self.w2 is None else (gate_up, (self.w2,))
-
-    def apart(self: "ExpertWeights", expert: ExpertSpec) -> "ExpertWeights":
-        """The same with gate and up of one ``w1`` as two views, where the operand has padding behind each of them. A
-        linear has w1 alone."""
-        one = self.w3 is not None or self.w2 is None or expert.interleaved or not expert.gated
-        if one or self.w1.shape[1] % (2 * BLOCK) == 0:
-            return self
-        gate, up = self.w1.chunk(2, 1)
-        return ExpertWeights(gate, self.w2, up)
 
     def pack(self) -> list[Tensor | None]:
         """The tensors of quantized weights: each field's values, then each field's scales."""
