@@ -166,7 +166,7 @@ class FFN(NamedTuple):
         return WeightGrads(dw13, dw2)
 
     def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
-        """Gradients of the adapters by the fields of :class:`titan_fp8moe.layer.lora.LoraTensors`. ``x``: as in
+        """Gradients of the adapters by :attr:`titan_fp8moe.layer.lora.LoraSpec.fields`. ``x``: as in
         :meth:`weight_grads`."""
         w13, w2, offsets_E, result = self.lora.w13, self.lora.w2, self.routing.offsets_E, {}
         if w13 is not None:

@@ -60,17 +60,6 @@ class Lora(NamedTuple):
     w3: Adapter | None = None
 
 
-class LoraTensors(NamedTuple):
-    """The tensors of a :class:`Lora`, as autograd saves them; None for those that there are not."""
-
-    w1_A: Any = None
-    w1_B: Any = None
-    w2_A: Any = None
-    w2_B: Any = None
-    w3_A: Any = None
-    w3_B: Any = None
-
-
 class LoraSpec(NamedTuple):
     """A :class:`Lora` apart from its tensors.
 
@@ -86,7 +75,7 @@ class LoraSpec(NamedTuple):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields of :class:`LoraTensors` that there are, in the order of flat lists."""
+        """Names of the adapters' tensors, such as ``w1_A``, in the order of flat lists."""
         names = [name for name, scale in zip(Lora._fields, self[:3], strict=True) if scale is not None]
         return tuple(f"{name}_{factor}" for name in names for factor in "AB")
 
@@ -156,7 +145,7 @@ class GemmLora(NamedTuple):
                 first += r
 
     def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> dict[str, Tensor]:
-        """Gradients by the fields of :class:`LoraTensors`, each in its tensor's dtype.
+        """Gradients by :attr:`LoraSpec.fields`, each in its tensor's dtype.
 
         Args:
             x: the GEMM's input; dy: the gradient of its output; both in expert order.
@@ -180,9 +169,9 @@ class LoraOperands(NamedTuple):
 NO_LORA = LoraOperands()
 
 
-def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor | None], expert: ExpertSpec) -> LoraOperands:
-    """The operands of adapters that :func:`split_lora` took apart. ``tensors`` may be a :class:`LoraTensors`."""
-    adapters = spec.adapters([t for t in tensors if t is not None])
+def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor], expert: ExpertSpec) -> LoraOperands:
+    """The operands of adapters that :func:`split_lora` took apart."""
+    adapters = spec.adapters(tensors)
     gate_up = dict(w1=adapters.w1) if spec.fused else dict(w1=adapters.w1, w3=adapters.w3)
     w13 = _join(gate_up, each=2 if spec.fused and expert.gated and not expert.interleaved else 1)
     w2 = _join(dict(w2=adapters.w2), each=1)
