@@ -351,11 +351,10 @@ def _local(inputs: Inputs) -> tuple[Inputs, tuple[Any, Any] | None]:
     :func:`place_as`. Not by to_local(), whose autograd nodes take longer than this one."""
     if not isinstance(inputs.weights.w1, DTensor):
         return inputs, None
-    (weights, of_weights), biases, of_biases = _local_parts(inputs.weights), inputs.biases, None
-    if biases is not None:
-        biases, of_biases = _local_parts(biases)
-        biases = Biases(*biases)
-    return inputs._replace(weights=ExpertWeights(*weights), biases=biases), (of_weights, of_biases)
+    weights, of_weights = _local_parts(inputs.weights)
+    biases, of_biases = _local_parts(inputs.biases or ())
+    local = inputs._replace(weights=ExpertWeights(*weights), biases=Biases(*biases) if biases else None)
+    return local, (of_weights, of_biases)
 
 
 def _local_parts(parameters: Sequence[Any]) -> tuple[list[Any], list[Any]]:
