@@ -55,11 +55,9 @@ def write_quantized(folder: Path) -> State:
         if name.endswith("_proj.weight") or "kv_a_proj" in name:
             N, K = value.shape
             padded = torch.nn.functional.pad(value.abs(), (0, -K % 128, 0, -N % 128))
-            stored[f"{name}_scale_inv"] = scale = (
-                padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)) / 448
-            )
+            scale = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)) / 448
             spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:N, :K]
-            stored[name] = (value / spread).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = (value / spread).to(torch.float8_e4m3fn), scale
             expected[name] = stored[name].float() * spread
     folder.mkdir()
     weight_map = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(stored))}

@@ -26,8 +26,7 @@ from tests.processes import call
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
 from titan_fp8moe.export_fp8 import fp8_tensors
-from titan_fp8moe.export_fp8.files import FORMAT, INDEX
-from titan_fp8moe.export_fp8.model_config import check_config
+from titan_fp8moe.export_fp8.files import INDEX
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
@@ -123,12 +122,12 @@ def test_folders(export, tmp_path, layer, root, further, config, options):
 
 
 @pytest.mark.parametrize("layout", ["single", "index", "numbered"])
-@pytest.mark.parametrize("stray", ["adapter_model", "consolidated", "shard-00001-model-00001-of-00001"])
-def test_files_of_a_folder(export, tmp_path, layout, stray):
+def test_files_of_a_folder(export, tmp_path, layout):
     """Those that Transformers would read, or all that several ranks of torchtitan saved. No other file is the model's,
     and none may be missing."""
     state, folder = model(), tmp_path / "hf"
-    write(folder, {"layers.0.feed_forward.experts.0.w1.weight": tensor(D, D)}, file=f"{stray}.safetensors")
+    for stray in ("adapter_model", "consolidated", "shard-00001-model-00001-of-00001"):
+        write(folder, {"layers.0.feed_forward.experts.0.w1.weight": tensor(D, D)}, file=f"{stray}.safetensors")
     files = ["model.safetensors"] if layout == "single" else [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     weight_map = {name: files[i % len(files)] for i, name in enumerate(state)}
     for file in files:
@@ -145,8 +144,7 @@ def test_files_of_a_folder(export, tmp_path, layout, stray):
 def test_other_files(export, tmp_path):
     """Are copied, but for other kinds and for folders that hold weights; these are named. All follow the umask."""
     folder, out = write(tmp_path / "hf", model()), tmp_path / "hf" / "fp8"
-    copied = {"additional_chat_templates/tool_use.jinja", "encoding/encoding.py", "encoding/tests/in.json"}
-    copied |= {"tokenizer.json", "encoding/other.py", "prompts/nested/in.txt"}
+    copied = {"chat_templates/tool_use.jinja", "encoding/encoding.py", "tokenizer.json", "prompts/nested/in.txt"}
     left = {"README.md", "encoding/README.md", "figures/speed.png"}
     weights = {"checkpoint-5/config.json", "checkpoint-5/model.safetensors", "original/params.json", "original/m.pth"}
     for name in copied | left | weights | {".cache/huggingface/in.json", ".gitattributes"}:
@@ -198,6 +196,7 @@ def test_nothing_of_another_export_stays(export, tmp_path):
 # --- torchtitan's checkpoints -----------------------------------------------------------------------------------------
 
 TOML = "train_configs/debug.toml"
+FROM_BF16 = "--quantized-from bf16"
 TINY = dict(num_hidden_layers=3, hidden_size=256, vocab_size=2048, n_routed_experts=8, torch_dtype="float32")
 GATE = "model.layers.1.mlp.gate.weight"
 
@@ -229,15 +228,21 @@ def checkpoint(job, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def export_job(export, checkpoint, tmp_path):
-    """Exports the checkpoint of the job to ``tmp_path / "out"``."""
+    """Exports the job's checkpoint, or a folder, to ``tmp_path / "out"``."""
 
-    def run(*arguments, **config) -> str:
+    def run(*arguments, folder=None, **config) -> str:
         assets = tmp_path / "assets"
         assets.mkdir(exist_ok=True)
         (assets / "config.json").write_text(json.dumps(TINY | config))
-        return export(checkpoint, tmp_path / "out", "--config", TOML, "--assets", assets, *arguments)
+        return export(folder or checkpoint, tmp_path / "out", "--config", TOML, "--assets", assets, *arguments)
 
     return run
+
+
+@pytest.fixture
+def job_state(job) -> State:
+    """In bf16, under Hugging Face's names."""
+    return {name: value.bfloat16().contiguous() for name, value in job[1].to_hf(job[2]).items()}
 
 
 def quantized(weight: torch.Tensor) -> torch.Tensor:
@@ -246,16 +251,12 @@ def quantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantized_from", ["fp32", "fp32-routed", "bf16"])
-def test_torchtitan_reads_what_the_forward_multiplies_with(job, export_job, tmp_path, monkeypatch, quantized_from):
-    """``fp32-routed`` takes the routed experts from fp32 and the rest from bf16. Each of torchtitan's tensors is read
-    once, alone. The shards have DeepSeek's names, dtypes and config."""
-    load_dcp, read, out = dcp.load, [], tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(dcp, "load", lambda state, **options: read.append([*state]) or load_dcp(state, **options))
-        said = export_job("--shard-gb", 2e-3, "--quantized-from", quantized_from)
+def test_torchtitan_reads_what_the_forward_multiplies_with(job, export_job, tmp_path, quantized_from):
+    """``fp32-routed`` takes the routed experts from fp32 and the rest from bf16. The shards have DeepSeek's names,
+    dtypes and config."""
+    out, (_, adapter, state) = tmp_path / "out", job
+    said = export_job("--shard-gb", 2e-3, "--quantized-from", quantized_from)
     assert f"57 matrices in FP8 from {quantized_from}, 26 tensors rounded from fp32 to bf16\n" in said
-    _, adapter, state = job
-    assert sorted(read) == [[name] for name in sorted(state)]
     assert "142 tensors are the checkpoint's" in export_job("--verify-only", "--quantized-from", quantized_from)
     loaded = adapter.to_hf({name: torch.empty_like(value) for name, value in state.items()})
     reader = adapter.get_hf_storage_reader(str(out), from_quantized=True)  # initial_load_in_hf_quantized
@@ -272,12 +273,9 @@ def test_torchtitan_reads_what_the_forward_multiplies_with(job, export_job, tmp_
         assert torch.equal(loaded[key], want.float()), key
     config, index = (json.loads((out / file).read_bytes()) for file in ("config.json", INDEX))
     assert len(config["quantization_config"].pop("modules_to_not_convert")) == 16
-    assert config == TINY | dict(torch_dtype="bfloat16", quantization_config=FORMAT)
-    assert FORMAT["scale_fmt"] == "ue8m0" and FORMAT["weight_block_size"] == [128, 128]
-    files = {
-        f"model-0000{i}-of-00005.safetensors": load_file(out / f"model-0000{i}-of-00005.safetensors")
-        for i in range(1, 6)
-    }
+    deepseek = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
+    assert config == TINY | dict(torch_dtype="bfloat16", quantization_config=deepseek | dict(scale_fmt="ue8m0"))
+    files = {(file := f"model-0000{i}-of-00005.safetensors"): load_file(out / file) for i in range(1, 6)}
     assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
     sizes = [sum(value.nbytes for value in tensors.values()) for tensors in files.values()]
     assert max(sizes) <= 2e6 and index["metadata"]["total_size"] == sum(sizes)
@@ -319,71 +317,55 @@ def test_what_the_published_model_has_in_fp32(job, export, checkpoint, tmp_path,
         assert_equal([sent[name]], [hf[name] if name in kept else hf[name].bfloat16()])
 
 
-def test_a_folder_of_the_job(job, export, tmp_path):
+def test_a_folder_of_the_job(export_job, job_state, tmp_path):
     """With --config the converter says what is FP8 in a folder too, and the model what should be there."""
-    state = {name: value.bfloat16().contiguous() for name, value in job[1].to_hf(job[2]).items()}
-    norm, last = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
-    options = ("--config", TOML, "--quantized-from", "bf16", "--assets", tmp_path / "hf")
-    assert "57 matrices in FP8" in export(write(tmp_path / "hf", state, TINY), tmp_path / "out", *options, "--verify")
-    for changed, said in (
-        (without(state, norm), f"{norm}, None instead of (256,)"),
-        (state | {last: tensor(256, 64)}, f"{last}, (256, 64) instead of (256, 256)"),
-        (state | {"model.extra.weight": tensor(4)}, "model.extra.weight, (4,) instead of None"),
-    ):
-        with refused("is not a checkpoint of deepseek_v3 tiny: 1 tensors", said, error=SystemExit):
-            export(write(tmp_path / "hf", changed, TINY), tmp_path / "other", *options)
+    folder = write(tmp_path / "hf", job_state, TINY)
+    assert "57 matrices in FP8" in export_job(*FROM_BF16.split(), "--verify", folder=folder)
 
 
-ROUTER = dict(num_experts_per_tok=3, norm_topk_prob=True, rope_theta=1e4, n_group=1)
-DEEPSEEK = dict(rms_norm_eps=1e-5, num_attention_heads=4, scoring_func="sigmoid", routed_scaling_factor=2.5)
-QWEN3 = dict(rms_norm_eps=1e-6, num_attention_heads=6, scoring_func="softmax", routed_scaling_factor=1.0)
+SETTINGS = dict(num_experts_per_tok=3, norm_topk_prob=True, rope_theta=1e4, n_group=1)
+DEEPSEEK = SETTINGS | dict(rms_norm_eps=1e-5, num_attention_heads=4, scoring_func="sigmoid", routed_scaling_factor=2.5)
+DEEPSEEK |= dict(n_group=4, topk_group=2)
+QWEN3 = SETTINGS | dict(rms_norm_eps=1e-6, num_attention_heads=6, scoring_func="softmax", routed_scaling_factor=1.0)
 SIZES = dict(num_hidden_layers=3, n_routed_experts=8, tie_word_embeddings=False, vocab_size=2048, hidden_size=256)
 SIZES |= dict(intermediate_size=512, moe_intermediate_size=256)
 QWEN3_SIZES = dict(num_hidden_layers=2, num_experts=8, tie_word_embeddings=True, hidden_size=128)
 SMALL = dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True)
+GROUPS = dict(num_expert_groups=4, num_limited_groups=2)
 MODELS = [
-    ("deepseek_v3", {}, {}, DEEPSEEK, SIZES),
-    (
-        "deepseek_v3",
-        {},
-        dict(num_expert_groups=4, num_limited_groups=2),
-        DEEPSEEK | dict(n_group=4, topk_group=2),
-        SIZES,
-    ),
-    ("qwen3", SMALL, dict(num_experts=8, top_k=3, route_norm=True), QWEN3, QWEN3_SIZES),
+    (deepseekv3_args["tiny"], {}, GROUPS, DEEPSEEK, SIZES),
+    (qwen3_args["debugmodel_moe"], SMALL, dict(num_experts=8, top_k=3, route_norm=True), QWEN3, QWEN3_SIZES),
 ]
 
 
-@pytest.mark.parametrize(("name", "args", "moe_args", "settings", "sizes"), MODELS)
-def test_every_difference_is_told(tmp_path, monkeypatch, export, name, args, moe_args, settings, sizes):
+@pytest.mark.parametrize(("base", "args", "moe_args", "settings", "sizes"), MODELS)
+def test_every_difference_is_told(tmp_path, monkeypatch, export, base, args, moe_args, settings, sizes):
     """The model's own config passes, wherever it states the rope. Of one that is wrong in every key, one error names
     all. What it does not state, or states for each layer, is not compared. Qwen3's format has no place for torchtitan's
     router bias, which the export says."""
-    flavors, base = (qwen3_args, "debugmodel_moe") if name == "qwen3" else (deepseekv3_args, "tiny")
-    small = replace(flavors[base], **args, moe_args=replace(flavors[base].moe_args, **moe_args))
-    monkeypatch.setitem(flavors, "small", small)
-    options = (f"--model.name={name}", "--model.flavor=small")
-    job, settings, path = Job(TOML, [*options]), ROUTER | settings, tmp_path / "config.json"
+    name, flavors = ("qwen3", qwen3_args) if settings["rms_norm_eps"] == 1e-6 else ("deepseek_v3", deepseekv3_args)
+    monkeypatch.setitem(flavors, "small", replace(base, **args, moe_args=replace(base.moe_args, **moe_args)))
+    state = Job(TOML, options := [f"--model.name={name}", "--model.flavor=small"]).state
+    dcp.save(
+        {key: torch.zeros(value.shape) for key, value in state.items()}, checkpoint_id=tmp_path / "1", no_dist=True
+    )
+    options += ["--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32", "--verify"]
 
-    def check(config: dict[str, Any]) -> set[str]:
-        path.write_text(json.dumps(config))
-        return {*check_config(job.adapter.to_hf(job.state), job.settings, tmp_path)}
+    def check(config: dict[str, Any], out: str) -> tuple[set[str], str]:
+        """The keys that were compared, and all that was said."""
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        said = export(tmp_path / "1", tmp_path / out, *options)
+        return {*said.partition(" states of ")[2].partition("\n")[0].split(", ")}, said
 
     own = settings | sizes
-    assert check(own) == own.keys()
-    assert check({**own, "rope_theta": None, "rope_parameters": {"rope_theta": own["rope_theta"]}}) == own.keys()
-    assert check(dict(hidden_size=[7], n_group=None)) == set()
-    with refused(*(f"{key} = -1, but " for key in own)):
-        check(dict.fromkeys(own, -1))
-    for key, value in settings.items():
-        with refused(f"{key} = 7, but the model was trained with {json.dumps(value)}. Complete"):
-            check(own | {key: 7})
-    check(own)
-    state = {key: torch.zeros(value.shape) for key, value in job.state.items()}
-    dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    options += ("--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32")
-    said = export(tmp_path / "step-1", tmp_path / "out", *options)
+    compared, said = check(own, "own")
+    assert compared == own.keys()
     assert (name == "qwen3") == ("warning: 2 tensors such as layers.0.moe.expert_bias have no name" in said)
+    assert check(own | dict(rope_theta=None, rope_parameters=dict(rope_theta=1e4)), "rope")[0] == own.keys()
+    assert check(dict(hidden_size=[7], n_group=None), "few")[0] == {""}
+    trained = [f"{key} = -1, but the model was trained with {json.dumps(value)}" for key, value in settings.items()]
+    with refused(*trained, *(f"{key} = -1, but " for key in sizes), ". Complete", error=SystemExit):
+        check(dict.fromkeys(own, -1), "none")
 
 
 # --- what a run quantizes ---------------------------------------------------------------------------------------------
@@ -420,8 +402,7 @@ def _precisions_of_a_run(world_size: int, overrides: list[str]) -> tuple[str | N
 def _precisions_of_runs() -> list[tuple[str | None, set[str]]]:
     """The fake process group can be made once per process. These are forks of one that has imported torchtitan."""
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        runs = [(world_size, overrides.split()) for world_size, overrides, _ in RUNS]
-        return pool.starmap(_precisions_of_a_run, runs, chunksize=1)
+        return pool.starmap(_precisions_of_a_run, [(n, overrides.split()) for n, overrides, _ in RUNS], chunksize=1)
 
 
 def test_what_a_run_quantizes():
@@ -448,60 +429,65 @@ def lose(*parts: str):
 FUSED = f"{PART}mlp.experts.gate_up_proj"
 ADAPTERS = "q_proj.lora_A.default", "q_proj.base_layer", "q_proj.modules_to_save.default", "q_proj.lora_magnitude"
 TP2 = "--parallelism.tensor_parallel_degree=2 --parallelism.data_parallel_shard_degree=2"
-# A change of a folder's tensors, or None for the job's checkpoint; changes of config.json; options; words.
-REFUSALS: list[tuple[Callable[[State], State] | None, dict[str, Any], str, str]] = [
+JOB_NORM, JOB_LAST = "model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"
+TINY_SAYS = "is not a checkpoint of deepseek_v3 tiny: 1 tensors are missing, unknown or of another shape, such as"
+# What is exported, a change of its tensors; changes of config.json; options; words.
+REFUSALS: list[tuple[str, Callable[[State], State], dict[str, Any], str, str]] = [
     # What training multiplies, and what it quantized from.
-    (lose(), {}, "--quantized-from fp32", "is torch.bfloat16, and training quantized fp32"),
-    (cast(torch.float32), {}, "", "is torch.float32, and training quantized bf16, or fp32 ... --world-size, or"),
-    (cast(torch.float16), {}, "--quantized-from bf16", "is torch.float16, and training quantized bf16"),
-    (put(EXPERT, torch.zeros(D, D).to(recipe.FP8)), {}, "", f"{EXPERT} is torch.float8_e4m3fn, and training"),
-    (put(EXPERT, torch.full((D, D), torch.inf)), {}, "", f"{EXPERT} holds a NaN or Inf"),
-    (put(FUSED, tensor(2, 400, D)), {}, "", f"{FUSED} holds all experts of a layer ... one matrix per expert"),
-    (lose(), {}, "--quantize .experts. .expert.", "'.expert.' matches no matrix; correct or remove it"),
-    (lose(), {}, "--quantize norm", "'norm' matches no matrix"),
-    (lose(), {}, "--filter-fqns layers.7.", "'layers.7.' matches no matrix"),
-    (lose(), {}, "--filter-fqns layers.", "nothing is quantized"),
-    (lose(), {}, "--filter-fqns experts.1.", f"matrices of {PART}mlp.experts would be FP8 and others bf16"),
-    (lose(), {}, "--assets /nowhere", "No such file or directory: '/nowhere/config.json'"),
-    (lose(), {}, "--config nowhere.toml", "No such file or directory: 'nowhere.toml'"),
-    *((put(f"{PART}{name}.weight", tensor(D, D)), {}, "", f"{PART}{name}.weight is an adapter ... merge it first")
+    ("hf", lose(), {}, "--quantized-from fp32", "is torch.bfloat16, and training quantized fp32"),
+    ("hf", cast(torch.float32), {}, "", "is torch.float32, and training quantized bf16, or fp32 ... --world-size, or"),
+    ("hf", cast(torch.float16), {}, "--quantized-from bf16", "is torch.float16, and training quantized bf16"),
+    ("hf", put(EXPERT, torch.zeros(D, D).to(recipe.FP8)), {}, "", f"{EXPERT} is torch.float8_e4m3fn, and training"),
+    ("hf", put(EXPERT, torch.full((D, D), torch.inf)), {}, "", f"{EXPERT} holds a NaN or Inf"),
+    ("hf", put(FUSED, tensor(2, 400, D)), {}, "", f"{FUSED} holds all experts of a layer ... one matrix per expert"),
+    ("hf", lose(), {}, "--quantize .experts. .expert.", "'.expert.' matches no matrix; correct or remove it"),
+    ("hf", lose(), {}, "--quantize norm", "'norm' matches no matrix"),
+    ("hf", lose(), {}, "--filter-fqns layers.7.", "'layers.7.' matches no matrix"),
+    ("hf", lose(), {}, "--filter-fqns layers.", "nothing is quantized"),
+    ("hf", lose(), {}, "--filter-fqns experts.1.", f"matrices of {PART}mlp.experts would be FP8 and others bf16"),
+    ("hf", lose(), {}, "--assets /nowhere", "No such file or directory: '/nowhere/config.json'"),
+    ("hf", lose(), {}, "--config nowhere.toml", "No such file or directory: 'nowhere.toml'"),
+    *(("hf", put(f"{PART}{name}.weight", tensor(D, D)), {}, "", f"{PART}{name}.weight is an adapter ... merge it first")
       for name in ADAPTERS),
     # config.json and the tensors.
-    (lose(EXPERT), {}, "", f"num_experts = 3, but the checkpoint has 2 of {EXPERT.replace('.2.', '.*.')}"),
-    (lose("0.mlp.experts.1."), {}, "", f"num_experts = 3, but the checkpoint has 2 of {PART}mlp.experts.*."),
-    (lose(), dict(num_experts=2), "", "num_experts = 2, but the checkpoint has 3 of"),
-    (lose("layers.0."), {}, "", "num_hidden_layers = 2, but the checkpoint has 1."),
-    (lose(), dict(num_hidden_layers=1), "", "num_hidden_layers = 1, but the checkpoint has 2"),
-    (lose(), dict(num_hidden_layers=3, num_nextn_predict_layers=1), "", "num_hidden_layers = 3, but the checkpoint"),
-    (lambda state: {f"policy.{name}": state[name] for name in state}, {}, "", "but the checkpoint has 0"),
-    (lose(HEAD), {}, "", "tie_word_embeddings = false, but the checkpoint lacks lm_head.weight. Complete"),
-    (lose(), dict(tie_word_embeddings=True), "", f"tie_word_embeddings = true, but the checkpoint has {HEAD}"),
-    (put(EMBEDDING, tensor(9, D)), {}, "", f"vocab_size = 64, but {EMBEDDING} has 9"),
-    (lose(), dict(hidden_size=64, vocab_size=7), "", "vocab_size = 7, but  ... ; hidden_size = 64, but "),
-    (lose(), dict(moe_intermediate_size=64), "", "moe_intermediate_size = 64, but model.layers.1.mlp.experts.2."),
+    ("hf", lose(EXPERT), {}, "", f"num_experts = 3, but the checkpoint has 2 of {EXPERT.replace('.2.', '.*.')}"),
+    ("hf", lose(), dict(num_experts=2), "", "num_experts = 2, but the checkpoint has 3 of"),
+    ("hf", lose("layers.0."), {}, "", "num_hidden_layers = 2, but the checkpoint has 1."),
+    ("hf", lose(), dict(num_hidden_layers=3, num_nextn_predict_layers=1), "", "num_hidden_layers = 3, but the"),
+    ("hf", lambda state: {f"policy.{name}": state[name] for name in state}, {}, "", "but the checkpoint has 0"),
+    ("hf", lose(HEAD), {}, "", "tie_word_embeddings = false, but the checkpoint lacks lm_head.weight. Complete"),
+    ("hf", lose(), dict(tie_word_embeddings=True), "", f"tie_word_embeddings = true, but the checkpoint has {HEAD}"),
+    ("hf", put(EMBEDDING, tensor(9, D)), {}, "", f"vocab_size = 64, but {EMBEDDING} has 9"),
+    ("hf", lose(), dict(hidden_size=64, vocab_size=7), "", "vocab_size = 7, but  ... ; hidden_size = 64, but "),
+    ("hf", lose(), dict(moe_intermediate_size=64), "", "moe_intermediate_size = 64, but model.layers.1.mlp.experts.2."),
     # The job's.
-    (None, {}, "", "is torch.float32, and training quantized bf16, or fp32"),
-    (None, dict(rope_theta=5e6), "--quantized-from bf16", "rope_theta = 5000000.0, but the model was trained with 1"),
-    (None, {}, "--model.flavor debugmodel", "not a checkpoint of deepseek_v3 debugmodel ... Pass the config of its"),
-    (None, {}, f"--model.flavor=odd {TP2}", "quantized parts of [192, 256] on 2 tensor-parallel ranks ... filter_fqns"),
-    (None, {}, "--model.flavor=none", "model.flavor = 'none': deepseek_v3 has ["),
-    (None, {}, "--world-size 8 --quantized-from bf16", "2"),
-    (None, {}, "--quantize .experts.", "2"),
-    (None, {}, "--filter-fqns layers.1.", "2"),
-    (lose(), {}, "--world-size 8", "2"),
-    (lose(), {}, "--no-such-option", "2"),
+    ("dcp", lose(), {}, "", "is torch.float32, and training quantized bf16, or fp32"),
+    ("dcp", lose(), dict(rope_theta=5e6), FROM_BF16, "rope_theta = 5000000.0, but the model was trained with 1"),
+    ("dcp", lose(), {}, "--model.flavor debugmodel", "not a checkpoint of deepseek_v3 debugmodel ... config of its"),
+    ("dcp", lose(), {}, f"--model.flavor=odd {TP2}", "parts of [192, 256] on 2 tensor-parallel ranks ... filter_fqns"),
+    ("dcp", lose(), {}, "--model.flavor=none", "model.flavor = 'none': deepseek_v3 has ["),
+    ("job", lose(JOB_NORM), {}, FROM_BF16, f"{TINY_SAYS} {JOB_NORM}, None instead of (256,)"),
+    ("job", put(JOB_LAST, tensor(256, 64)), {}, FROM_BF16, f"{TINY_SAYS} {JOB_LAST}, (256, 64) instead of (256, 256)"),
+    ("job", put("model.extra", tensor(4)), {}, FROM_BF16, f"{TINY_SAYS} model.extra, (4,) instead of None"),
+    # Options that exclude each other.
+    ("dcp", lose(), {}, "--world-size 8 --quantized-from bf16", "2"),
+    ("dcp", lose(), {}, "--quantize .experts.", "2"),
+    ("dcp", lose(), {}, "--filter-fqns layers.1.", "2"),
+    ("hf", lose(), {}, "--world-size 8", "2"),
+    ("hf", lose(), {}, "--no-such-option", "2"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "config", "options", "said"), REFUSALS)
-def test_refusals(export, export_job, tmp_path, monkeypatch, change, config, options, said):
+@pytest.mark.parametrize(("source", "change", "config", "options", "said"), REFUSALS)
+def test_refusals(export, export_job, job_state, tmp_path, monkeypatch, source, change, config, options, said):
     base = deepseekv3_args["tiny"]
     monkeypatch.setitem(deepseekv3_args, "odd", replace(base, moe_inter_dim=192, moe_args=replace(base.moe_args)))
     with refused(*said.split(" ... "), error=SystemExit):
-        if change is None:
-            export_job(*options.split(), **config)
-        else:
+        if source == "hf":
             export(write(tmp_path / "hf", change(model()), CONFIG | config), tmp_path / "out", *options.split())
+        else:
+            folder = write(tmp_path / "hf", change(job_state), TINY) if source == "job" else None
+            export_job(*options.split(), folder=folder, **config)
     assert not (tmp_path / "out/config.json").exists()
 
 

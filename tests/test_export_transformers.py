@@ -1,5 +1,7 @@
 """FP8 exports that Transformers loads: tiny models of its own, saved, exported and read back."""
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -7,8 +9,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.layer import assert_equal
-from titan_fp8moe import recipe
+from tests.layer import DEVICE, assert_equal, gradients
+from titan_fp8moe import Fp8Weight, RoutedExperts, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 
 pytest.importorskip("safetensors")
@@ -17,9 +19,12 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
 
-from experiments.reference import relative_error  # noqa: E402
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear  # noqa: E402
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer  # noqa: E402
+
+from experiments.reference import moe_layer, relative_error  # noqa: E402
+from titan_fp8moe import transformers as adapter  # noqa: E402
 from titan_fp8moe.export_fp8 import __main__ as export_fp8  # noqa: E402
-from titan_fp8moe.export_fp8.files import INDEX  # noqa: E402
 
 
 def export(monkeypatch, *arguments) -> None:
@@ -29,13 +34,6 @@ def export(monkeypatch, *arguments) -> None:
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def quantized(value: torch.Tensor) -> torch.Tensor:
-    """What the FP8 forward multiplies with, in fp32."""
-    N, K = value.shape[-2:]
-    q, scale = recipe.quantize_weight(value.view(-1, N, K))
-    return recipe.dequantize(q, scale)[:, :N, :K].reshape(value.shape)
 
 
 SIZES = dict(
@@ -91,19 +89,22 @@ def family_model(name: str, folder: Path) -> torch.nn.Module:
     return model
 
 
+def spread(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
+    """A number per block for each value of a matrix (N, K)."""
+    return scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+
+
 def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """DeepSeek's format, read as its inference code does, without the package; and the names of what is FP8."""
-    stored = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-    tensors, fp8 = {}, set()
-    for name, value in stored.items():
+    stored, fp8 = load(folder), set()
+    tensors = {name: value for name, value in stored.items() if not name.endswith("_scale_inv")}
+    for name, value in tensors.items():
         if (scale := stored.get(f"{name}_scale_inv")) is not None:
-            assert value.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+            assert value.dtype == torch.float8_e4m3fn
             N, K = value.shape
             assert scale.shape == (-(-N // 128), -(-K // 128))
-            value = value.float() * scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+            tensors[name] = value.float() * spread(scale, N, K)
             fp8.add(name)
-        if not name.endswith("_scale_inv"):
-            tensors[name] = value
     return tensors, fp8
 
 
@@ -127,7 +128,7 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
         N, K = value.shape
         blocks = torch.nn.functional.pad(value.float().abs(), (0, -K % 128, 0, -N % 128))
         largest = blocks.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax((1, 3))
-        scale = (largest / 224).repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+        scale = spread(largest / 224, N, K)
         error = (got[name] - value.float()).abs()
         assert (error <= torch.maximum(value.float().abs() / 16, scale * 2**-10)).all(), name
         assert error.any()
@@ -139,50 +140,47 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
     assert_equal(live.values(), [files[name] for name in live])
 
 
-LAYERS = dict(num_hidden_layers=3, layer_types=["full_attention"] * 3, mlp_layer_types=["sparse"] * 3)
-MASTER = LAYERS | dict(intermediate_size=200, moe_intermediate_size=128, first_k_dense_replace=1)
+@pytest.fixture
+def in_fp8(monkeypatch):
+    """Transformers keeps FP8 as on a machine with a GPU, on one without it too."""
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
 
 
-@pytest.fixture(params=["Qwen3Moe", "DeepseekV3"])
-def exported(request, tmp_path: Path, monkeypatch):
-    """A random model with fp32 master values, the folder of its export, and parts of the names of what is FP8."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(request.param, **MASTER), dtype=torch.float32)
+MASTER = dict(
+    intermediate_size=200, moe_intermediate_size=128, num_hidden_layers=3, layer_types=["full_attention"] * 3,
+    mlp_layer_types=["sparse"] * 3, first_k_dense_replace=1,
+)  # fmt: skip
+
+
+DENSE_PARTS = "layers.0.mlp", "layers.1.mlp.shared_experts", "layers.2.mlp.shared_experts"
+
+
+@pytest.mark.parametrize(("family", "sparse", "dense"), [("Qwen3Moe", "012", ()), ("DeepseekV3", "12", DENSE_PARTS)])
+def test_read_by_transformers(family, sparse, dense, tmp_path, monkeypatch, request):
+    """From fp32 master values. On a machine without a GPU Transformers loads the dequantized values, fused per layer;
+    the rest is bf16. The modules that serve FP8 are those of the export, with its bytes. The dense layer's hidden dim
+    is no multiple of 128."""
+    auto, parts = transformers.AutoModelForCausalLM, [".experts.", *dense]
+    model = auto.from_config(config_of(family, **MASTER), dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
-    options = ["--quantized-from", "fp32", "--verify", "--shard-gb", 1e-3]
-    parts = [".experts."]
-    if request.param == "DeepseekV3":  # and the dense layer, whose hidden dim is no multiple of 128
-        parts += [".shared_experts.", ".layers.0.mlp."]
-        options += ["--quantize", *parts]
+    options = "--quantized-from", "fp32", "--verify", "--shard-gb", 1e-3, "--quantize", *parts
     export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", *options)
-    return model, tmp_path / "fp8", parts
 
-
-def test_read_by_transformers(exported, monkeypatch):
-    """On a machine without a GPU Transformers loads the dequantized values, fused per layer; the rest is bf16. The
-    modules that serve FP8 are those of the export, with its bytes; bf16 modules stay what they were."""
-    from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
-    model, folder, parts = exported
-    master = model.state_dict()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    assert master.keys() == loaded.keys()
-    assert any("experts.gate_up_proj" in name for name in master)
-    for name, value in master.items():
-        want = quantized(value) if any(part in name for part in parts) else value
+    loaded, master = auto.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).state_dict(), model.state_dict()
+    assert master.keys() == loaded.keys() and "model.layers.2.mlp.experts.gate_up_proj" in master
+    for name, want in master.items():
+        if any(part in name for part in parts):
+            N, K = want.shape[-2:]
+            read = recipe.dequantize(*recipe.quantize_weight(want.view(-1, N, K)))
+            want = read[:, :N, :K].reshape(want.shape)
         assert torch.equal(loaded[name], want.bfloat16().to(loaded[name].dtype)), name
 
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    request.getfixturevalue("in_fp8")
+    loaded = auto.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
     modules = dict(loaded.named_modules())
+    projections = {f"model.{part}.{name}_proj" for part in dense for name in ("gate", "up", "down")}
     fp8 = {name for name, module in modules.items() if isinstance(module, (FP8Linear, FP8Experts))}
-    last = {"model.layers.2.mlp.experts"}
-    if len(parts) > 1:
-        last |= {f"model.layers.2.mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
-        assert {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")} <= fp8
-    assert {name for name in fp8 if "layers.2" in name} == last
-    assert type(modules["lm_head"]) is torch.nn.Linear
+    assert fp8 == projections | {f"model.layers.{layer}.mlp.experts" for layer in sparse}
     experts = modules["model.layers.2.mlp.experts"]
     for name in ("gate_up_proj", "down_proj"):
         q, scale = recipe.quantize_weight(master[f"model.layers.2.mlp.experts.{name}"])
@@ -190,68 +188,45 @@ def test_read_by_transformers(exported, monkeypatch):
         assert_equal(got, (q, recipe.exp2(recipe.exponent(scale))))
 
 
-@pytest.mark.parametrize(("family", "live"), [("Qwen3Moe", True), ("DeepseekV3", False)])
-def test_logits_of_an_engine(family, live, tmp_path, monkeypatch):
-    """Transformers' FP8 loading of an export, and of a live model's tensors as a checkpoint, on the same routing. Its
-    activations are fp32, so what remains is FP8's error of ours. Wrong scales give ten times as much."""
-    from titan_fp8moe import record_routing, replay_routing
-    from titan_fp8moe.transformers import register
-
-    register()
-    torch.manual_seed(0)
-    config = config_of(family, **MASTER)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, experts_implementation="fp8_flow"
-    ).eval()
-    model.save_pretrained(tmp_path / "saved")
-    folder = tmp_path / "fp8"
-    export(monkeypatch, tmp_path / "saved", folder)
-    if live:
-        for file in (*folder.glob("*.safetensors"), folder / INDEX):
-            file.unlink()
-        tensors = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    options = dict(dtype=torch.float32, experts_implementation="grouped_mm")
-    fp8 = transformers.FineGrainedFP8Config(dequantize=True)
-    engine = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=fp8, **options).eval()
-    tokens = torch.randint(0, 256, (4, 64))
-    with torch.no_grad():
-        with record_routing(model) as routing:
-            want = model.float()(tokens).logits
-        with replay_routing(engine, routing.routed_experts()):
-            error = relative_error(engine(tokens).logits, want)
-            for module in engine.modules():
-                if hasattr(module, "gate_up_proj"):
-                    module.gate_up_proj.mul_(2)
-            wrong = relative_error(engine(tokens).logits, want)
-    assert 1e-4 < error < 0.03 and wrong > 10 * error, (error, wrong)
+PUBLISHED = dict(DeepseekV3=torch.float32, Qwen3Moe=torch.bfloat16, Glm4Moe=torch.float32, MiniMaxM2=torch.float32)
 
 
-@pytest.mark.parametrize("exported", ["Qwen3Moe"], indirect=True)
-def test_experts_stay_in_fp8(exported, monkeypatch):
-    """With ``fp8_flow`` the loaded experts run as they are stored: as those that Transformers dequantizes, bit for bit,
-    in output and gradients."""
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+@pytest.mark.parametrize(("family", "dtype"), PUBLISHED.items())
+def test_published_checkpoints(family, dtype, tmp_path, monkeypatch, in_fp8):
+    """Their scales are no powers of two. Experts run as they are stored: as ``RoutedExperts.from_fp8``, near float64
+    and without a bias, so that the fitted slope is 1. They leave bit for bit as they came, bf16 scales as fp32."""
+    sizes = dict(hidden_size=256, moe_intermediate_size=128, intermediate_size=128)
+    config = config_of(family, **sizes | (DENSE if family in ("DeepseekV3", "Glm4Moe") else {}))
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
+    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", "--quantize", ".experts.", "self_attn.")
+    ((file, written),) = ((file, load_file(file)) for file in (tmp_path / "fp8").glob("*.safetensors"))
+    scales = {name: value for name, value in written.items() if name.endswith("_scale_inv")}
+    written |= {name: (value * (1 + torch.rand_like(value))).to(dtype) for name, value in scales.items()}
+    file.unlink()  # it is mapped
+    save_file(written, file, {"format": "pt"})
+    config = json.loads((tmp_path / "fp8/config.json").read_text())
+    del config["quantization_config"]["scale_fmt"]
+    (tmp_path / "fp8/config.json").write_text(json.dumps(config))
+    adapter.register()
+    options = dict(dtype=torch.bfloat16, experts_implementation="fp8_flow")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", **options).requires_grad_(False)
+    sent = {name: tensor for bucket in fp8_tensors(model) for name, tensor in bucket.items()}
+    assert sent.keys() == written.keys()
+    assert_equal(sent.values(), [written[n].float() if n in scales else written[n] for n in sent])
 
-    from titan_fp8moe.transformers import converted, register
-
-    register()
-    _, folder, _ = exported
-    tokens, results = torch.randint(0, 256, (2, 64)), []
-    for stored in (False, True):
-        if stored:
-            monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, experts_implementation="fp8_flow"
-        )
-        assert len(converted(model)) == 3
-        experts = [model.get_submodule(name) for name in converted(model)]
-        assert all((e.down_proj.dtype == torch.float8_e4m3fn) == stored for e in experts)
-        for module in experts:
-            module.requires_grad_(False)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append(grads | {"loss": loss.detach()})
-    assert results[0].keys() == results[1].keys()
-    assert_equal(*(result.values() for result in results))
+    read, _ = read_deepseek(tmp_path / "fp8")
+    parts = ("w1", "w2", "w3") if family == "MiniMaxM2" else ("gate_proj", "down_proj", "up_proj")
+    names = [[n for n in read if re.search(rf"layers\.1\..*\.experts\.\d+\.{part}", n)] for part in parts]
+    weights = [torch.stack([read[n] for n in part]).double().to(DEVICE) for part in names]
+    stored = [[torch.stack([written[f"{n}{end}"] for n in part]) for end in ("", "_scale_inv")] for part in names]
+    x, ids = torch.randn(96, 256, device=DEVICE).bfloat16(), torch.rand(96, 4, device=DEVICE).topk(2).indices
+    leaves, dout = (x, torch.rand(96, 2, device=DEVICE)), torch.randn(96, 256, device=DEVICE).bfloat16()
+    experts = model.get_submodule(adapter.converted(model)[-1]).to(DEVICE)
+    module = RoutedExperts.from_fp8(*(Fp8Weight.of_blocks(q.to(DEVICE), scale.to(DEVICE)) for q, scale in stored))
+    got, same = (gradients(lambda x, s, call=call: call(x, ids, s), leaves, dout) for call in (experts, module))
+    assert_equal(got, same)
+    wide = [leaf.double() for leaf in leaves]
+    want = gradients(lambda x, scores: moe_layer(x, scores, ids, *weights, False), wide, dout.double())
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 0.1
+        assert float((a.double() * b).sum() / b.square().sum()) == pytest.approx(1, abs=0.01)
