@@ -93,34 +93,19 @@ def test_with_torchaos_float8_linears(experts_first):
     assert all(value.isfinite().all() for value in step(model).values())
 
 
-@pytest.mark.parametrize(
-    ("filter_fn", "message"),
-    [
-        (None, "Model has MoE layers, and torchao's default filter"),
-        (linears("wo", "wx"), "'wx', which matches no linear"),
-        (lambda module, _: isinstance(module, Model), "cannot convert Model"),
-    ],
-)
-def test_other_filters_are_named(filter_fn, message):
-    options = {} if filter_fn is None else {"filter_fn": filter_fn}
-    with refused(message):
-        quantize_(Model(), Fp8FlowMoEConfig(), **options)
+CONFIG = Fp8FlowMoEConfig
+REFUSALS = [
+    (Model, CONFIG(), {}, "Model has MoE layers, and torchao's default filter"),
+    (Model, CONFIG(), dict(filter_fn=linears("wo", "wx")), "'wx', which matches no linear"),
+    (Model, CONFIG(), dict(filter_fn=lambda module, _: isinstance(module, Model)), "cannot convert Model"),
+    (Model, CONFIG(filter_fqns=["layers.1."]), dict(filter_fn=is_moe), "filter_fqns has no effect on modules that"),
+    (Model, CONFIG(linear_fqns=["wo."]), dict(filter_fn=is_moe), "linear_fqns has no effect"),
+    (Model, CONFIG(statistics_every=5), dict(filter_fn=is_moe), "statistics_every has no effect"),
+    (lambda: nn.Sequential(nn.Linear(4, 4)), CONFIG(), dict(filter_fn=is_moe), "Sequential has no experts"),
+]
 
 
-@pytest.mark.parametrize(
-    ("module", "config", "message"),
-    [
-        (
-            RoutedExperts(2, 128, 128),
-            dict(filter_fqns=["layers.1."]),
-            "filter_fqns has no effect on modules that",
-        ),
-        (RoutedExperts(2, 128, 128), dict(linear_fqns=["wo."]), "linear_fqns has no effect"),
-        (RoutedExperts(2, 128, 128), dict(statistics_every=5), "statistics_every has no effect"),
-        (nn.Linear(4, 4), {}, "Sequential has no experts"),
-    ],
-    ids=["filter_fqns", "linear_fqns", "statistics_every", "nothing"],
-)
-def test_errors(module, config, message):
-    with pytest.raises(ValueError, match=message):
-        quantize_(nn.Sequential(module), Fp8FlowMoEConfig(**config), filter_fn=is_moe)
+@pytest.mark.parametrize(("model", "config", "options", "said"), REFUSALS)
+def test_refusals(model, config, options, said):
+    with refused(said):
+        quantize_(model(), config, **options)

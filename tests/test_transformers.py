@@ -6,7 +6,6 @@ References are Transformers' own experts, eager and in fp32, unless a test says 
 import contextlib
 import functools
 import importlib
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -26,8 +25,7 @@ from transformers import Trainer, TrainingArguments  # noqa: E402
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
 
 from experiments.reference import relative_error  # noqa: E402
-from experiments.transformers import run  # noqa: E402
-from tests.layer import DEVICE, CastCounter  # noqa: E402
+from tests.layer import DEVICE, CastCounter, assert_equal, refused  # noqa: E402
 from tests.processes import run_checks, run_script  # noqa: E402
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
 from titan_fp8moe import transformers as adapter  # noqa: E402
@@ -139,53 +137,14 @@ def test_every_class_of_the_registry(module: str, name: str):
         assert_near_eager(experts, torch.randn(T, 192, device=DEVICE))
 
 
-def padded_model(family: str) -> torch.nn.Module:
-    """With D of 192 and H of 144; Nemotron has two MoE layers, whose experts have no gate, and one of attention."""
-    sizes = dict(hidden_size=192, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=VOCABULARY)
-    sizes |= dict(num_experts_per_tok=K, pad_token_id=0, bos_token_id=1, eos_token_id=1)
-    if family == "GptOss":
-        sizes |= dict(num_hidden_layers=1, intermediate_size=144, num_local_experts=E)
-    else:
-        sizes |= dict(n_routed_experts=E, moe_intermediate_size=144, n_group=1, topk_group=1, mlp_hidden_act="relu2")
-        sizes |= dict(moe_shared_expert_intermediate_size=64, intermediate_size=64)
-        sizes |= dict(layers_block_type=["moe", "attention", "moe"])
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    return getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE)
+def changed(experts: Any, **attributes: Any) -> torch.nn.Module:
+    for name, value in attributes.items():
+        setattr(experts, name, value)
+    return experts
 
 
-def test_fp8_tensors_of_these_models():
-    """Nemotron's matrices go to another engine; gpt-oss's format is its own."""
-    tensors = {n: t for bucket in fp8_tensors(padded_model("NemotronH").bfloat16()) for n, t in bucket.items()}
-    up = tensors["backbone.layers.2.mixer.experts.1.up_proj.weight"]
-    assert up.dtype == recipe.FP8 and up.shape == (144, 192)
-    with pytest.raises(ValueError, match="experts.gate_up_proj holds all experts"):
-        list(fp8_tensors(padded_model("GptOss")))
-
-
-class Clamped(torch.nn.Module):
-    """Experts, as far as their gate goes, of which each layer has its own limit."""
-
-    has_gate, is_concatenated, alpha = True, True, 1.5
-
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
-
-
-def test_gates_are_found_by_their_values():
-    """Each layer for itself: in some models the limit is a layer's own."""
-    experts = [qwen3_experts(), qwen3_experts(hidden_act="gelu_pytorch_tanh"), qwen3_experts(hidden_act="relu")]
-    names = [spec and spec.activation for spec in map(adapter._expert, experts)]
-    assert names == ["swiglu", "geglu_tanh", None]
-    if SINCE_5_23:
-        capped = make_experts("transformers.models.inkling2.modeling_inkling2", "Inkling2Experts", mlp_up_softcap=5.0)
-        assert adapter._expert(capped)[::2] == ("softcapped_swiglu", (7.0, 5.0), False)
-    for limit in (2.0, 5.0):
-        clamped = Clamped()
-        clamped.limit = limit
-        assert adapter._expert(clamped) == ("clamped_swiglu", False, (limit, 1.5, 1.0), False, False)
+def gpt_oss_experts(limit: Any) -> torch.nn.Module:
+    return changed(make_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"), limit=limit)
 
 
 class Swish(torch.nn.Module):
@@ -199,54 +158,31 @@ class Swish(torch.nn.Module):
         return x * torch.sigmoid(self.beta * x)
 
 
-@pytest.mark.parametrize("act,want", [
-    (Swish(), "swiglu"), (Swish(1.7), None), (Swish(torch.nn.Parameter(torch.ones(()))), None),
-], ids=["default", "value", "trained"])  # fmt: skip
-def test_an_activation_of_the_users_own(act: torch.nn.Module, want: str | None):
-    """By its values, not by those that its class has without arguments; a trained one has none of its own."""
-    experts = qwen3_experts()
-    experts.act_fn = act
-    assert (spec := adapter._expert(experts)) == want or spec.activation == want
-    if want is None:
-        experts.config._experts_implementation = "fp8_flow"
-        with pytest.raises(ValueError, match="its gate is none of swiglu"):
-            experts(*make_inputs())
-
-
-def test_a_limit_that_is_a_tensor_is_refused():
-    """Read as no limit, it would find another activation."""
-
-    class Optional(Clamped):
-        def _apply_gate(self, gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.chunk(2, -1)
-            if self.limit is None:
-                return torch.nn.functional.silu(gate) * up
-            return Clamped._apply_gate(self, gate_up)
-
-    experts = Optional(), Optional()
-    experts[0].limit, experts[1].limit = 2.0, torch.tensor(2.0)
-    assert adapter._expert(experts[0]).activation == "clamped_swiglu"
-    assert adapter._expert(experts[1]) is None
+def test_gates_are_found_by_their_values():
+    """Of each layer: in some models the limit is a layer's own. And of activations that are a user's own."""
+    found = [qwen3_experts(hidden_act="gelu_pytorch_tanh"), changed(qwen3_experts(), act_fn=Swish())]
+    found += [gpt_oss_experts(limit) for limit in (0.3, 3.0)]
+    if SINCE_5_23:
+        capped = dict(mlp_gate_softcap=0.5, mlp_up_softcap=3.0)
+        found += [make_experts("transformers.models.inkling2.modeling_inkling2", "Inkling2Experts", **capped)]
+    for experts in found:
+        inputs, dout = make_inputs(), torch.ones(T, D, device=DEVICE)
+        want, got = (step(experts, name, inputs, dout)[0] for name in ("eager", "fp8_flow"))
+        assert 0.01 < relative_error(got, want) < ONE_LAYER  # gradients jump where values are clamped
 
 
 @pytest.mark.parametrize("state", ["bf16", "meta", "fake"])
 def test_gates_are_found_in_any_state(state: str):
-    """Process-wide defaults, and modes that replace tensors, do not change the answer; it is kept."""
+    """Whatever the process-wide defaults, and below modes that replace tensors."""
     nemotron = make_experts("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts", **RELU2)
-    all_experts = [
-        qwen3_experts(),
-        nemotron,
-        make_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"),
-    ]
-    want = [adapter._expert(experts) for experts in all_experts]
-    assert all(want)
-    for experts in all_experts:
-        del experts.fp8_flow_expert
+    model = torch.nn.ModuleList([qwen3_experts(), nemotron, gpt_oss_experts(2.0)])
+    for experts in model:
+        experts.config._experts_implementation = "fp8_flow"
     states = dict(bf16=contextlib.nullcontext(), meta=torch.device("meta"), fake=FakeTensorMode())
     torch.set_default_dtype(torch.bfloat16 if state == "bf16" else torch.float32)
     try:
         with states[state]:
-            assert [adapter._expert(experts) for experts in all_experts] == want
+            assert adapter.converted(model) == ["0", "1", "2"]
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -263,61 +199,28 @@ def test_sentinels_add_nothing():
     experts._is_expert_parallel = True  # asked by grouped_mm since 5.23
     elsewhere = torch.rand(T, K, device=DEVICE) < 0.4
     elsewhere[:5] = True
-    inputs = x, ids.masked_fill(elsewhere, E), scores.masked_fill(elsewhere, 0)
-    with CastCounter() as with_sentinels:
-        got = step(experts, "fp8_flow", inputs, dout)
-    with CastCounter() as without:
-        want = step(experts, "fp8_flow", (x, ids.masked_fill(elsewhere, -1), scores), dout)
-    assert not got[0][:5].any() and got[0][5:].any()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert with_sentinels.ops == without.ops
-    eager = step(experts, "grouped_mm", inputs, dout)
-    errors = [relative_error(a, b) for a, b in zip(got[:2] + got[3:], eager[:2] + eager[3:], strict=True)]
+    found, scores = [], scores.masked_fill(elsewhere, 0)
+    for sentinel in (E, -1):
+        with CastCounter() as counter:
+            got = step(experts, "fp8_flow", (x, ids.masked_fill(elsewhere, sentinel), scores), dout)
+        found.append((got, counter.ops))
+    assert_equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] and not got[0][:5].any() and got[0][5:].any()
+    want = step(experts, "grouped_mm", (x, ids.masked_fill(elsewhere, E), scores), dout)
+    errors = [relative_error(a, b) for a, b in zip(got[:2] + got[3:], want[:2] + want[3:], strict=True)]
     assert all(error < ONE_LAYER for error in errors), errors
 
 
-def test_frozen_experts_compute_dx_only():
-    experts, inputs, dout = qwen3_experts(), make_inputs(), torch.randn(T, D, device=DEVICE)
-    want = step(experts, "fp8_flow", inputs, dout)
-    experts.requires_grad_(False)
-    with CastCounter() as counter:
-        got = step(experts, "fp8_flow", inputs, dout)
-    assert len(got) == 3 and all(torch.equal(a, b) for a, b in zip(got, want[:3], strict=True))
-    assert counter.ops["grouped_mm"] == 4 and not counter.stray_casts
-    assert not counter.ops.keys() & {"grouped_mm_wgrad", "transpose_pair"}
-
-
-def test_bf16_scores_pass_without_a_warning():
-    """Routers of bf16 models return them, and bf16 to fp32 is exact."""
-    experts, inputs = qwen3_experts().bfloat16(), make_inputs(torch.bfloat16)
-    experts.config._experts_implementation = "fp8_flow"
-    x, ids, scores = inputs[0].requires_grad_(), inputs[1], inputs[2].requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out = experts(x, ids, scores)
-        out.sum().backward()
-    assert out.dtype == x.grad.dtype == scores.grad.dtype == experts.down_proj.grad.dtype == torch.bfloat16
-    assert scores.grad.any() and torch.equal(out.float(), experts(x, ids, scores.float()).float())
-
-
-@pytest.mark.parametrize("current,switched", [(0, True), (1, False)])
-def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch, current: int, switched: bool):
+def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch):
     """``device_map`` spreads layers over GPUs, and the current one stays the first."""
-    devices, calls = [current], []
-
-    @contextlib.contextmanager
-    def switch(device: torch.device):
-        devices.append(device.index)
-        yield
-        devices.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", switch)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
-    monkeypatch.setattr(adapter, "run_layer", lambda *_, **__: calls.append(list(devices)))
-    experts = qwen3_experts()
-    experts.config._experts_implementation = "fp8_flow"
-    experts(SimpleNamespace(device=torch.device("cuda:1")), *make_inputs()[1:])
-    assert calls == [[0, 1] if switched else [1]] and devices == [current]
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device.index)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(adapter, "run_layer", lambda x, *_: x)
+    experts = qwen3_experts(implementation="fp8_flow")
+    for index in range(2):
+        experts(SimpleNamespace(device=torch.device("cuda", index)), *make_inputs()[1:])
+    assert entered == [1]
 
 
 def test_settings_reach_the_layer():
@@ -331,37 +234,22 @@ def test_settings_reach_the_layer():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (dict(hidden_act="gelu"), "gate is none of swiglu"),
-        (dict(moe_intermediate_size=200), "dims 256 and 200 are not both multiples of 16"),
-        (dict(hidden_size=328), "dims 328 and 128 are not both multiples of 16"),
-        (torch.float16, "weights are torch.float16; load them in bfloat16"),
-    ],
-    ids=str,
-)
-def test_unsupported_experts_are_refused(change, why: str):
-    experts = qwen3_experts(**change) if isinstance(change, dict) else qwen3_experts()
-    if isinstance(change, torch.dtype):
-        experts.to(change)
-    experts.config._experts_implementation = "fp8_flow"
-    x = torch.randn(T, experts.hidden_dim, device=DEVICE)
-    with pytest.raises(ValueError, match=f"its {why}.*unsupported=.keep"):
-        experts(x, *make_inputs()[1:])
-    with pytest.raises(ValueError, match=f"Qwen3MoeExperts: its {why}.*; use model.set_experts_impl"):
-        adapter.converted(torch.nn.Sequential(experts))
-
-
 def test_unsupported_experts_can_stay_as_they_were():
+    """With one message, which does not break a graph. No engine gets FP8 of them."""
     adapter.register(unsupported="keep")
-    experts, inputs, dout = qwen3_experts(hidden_act="gelu"), make_inputs(), torch.randn(T, D, device=DEVICE)
     adapter._warn_once.cache_clear()
+    model, tokens = make_model(hidden_act="gelu", num_hidden_layers=1).bfloat16(), make_tokens()
+    model.set_experts_implementation("fp8_flow")
+    compiled = torch.compile(model, fullgraph=MODULES_IN_GRAPHS, backend="aot_eager")
     with pytest.warns(UserWarning, match="it stays on grouped_mm") as seen:
-        got = [step(experts, "fp8_flow", inputs, dout) for _ in range(2)][1]
+        found = [loss_and_grads(model, tokens, call) for call in (compiled, model)]
     assert len([w for w in seen if "fp8_flow" in str(w.message)]) == 1
-    want = step(experts, "grouped_mm", inputs, dout)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.warns(UserWarning, match="does not run in FP8: its gate is none of"):
+        assert fp8_layers(model) == set()
+    model.set_experts_implementation("grouped_mm")
+    want_loss, want = loss_and_grads(model, tokens)
+    assert found[1][0] == want_loss == pytest.approx(found[0][0], rel=1e-3)
+    assert all(torch.equal(found[1][1][name], want[name]) for name in want)
 
 
 def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -381,7 +269,8 @@ def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_stored_in_fp8(compiled: bool):
-    """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized."""
+    """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized, and scores
+    in bf16 pass without a warning. Bytes of e8m0 are the same scales."""
     (experts, plain), inputs, dout = fp8_experts(), make_inputs(torch.bfloat16), torch.randn(T, D, device=DEVICE)
     with pytest.raises(ValueError, match=r"freeze it with requires_grad_\(False\)"):
         experts(*inputs)
@@ -395,65 +284,72 @@ def test_weights_stored_in_fp8(compiled: bool):
     counter = CastCounter()
     with contextlib.nullcontext() if compiled else counter:  # graphs exclude such modes
         got = step(experts, "fp8_flow", inputs, dout.bfloat16())
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert "quantize_weights" not in counter.ops and not counter.stray_casts
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_stored_weights_that_were_cast(dtype: torch.dtype):
-    """As model.to(dtype) does, which multiplies no scales."""
-    experts, _ = fp8_experts()
-    experts.requires_grad_(False).to(dtype)
-    with pytest.raises(ValueError, match=f"cast to {dtype} without their scales"):
-        experts(*make_inputs(torch.bfloat16))
-
-
-@pytest.mark.parametrize("convert", [Tensor.bfloat16, lambda s: (s.view(torch.int32) >> 23).to(torch.uint8)])
-def test_the_dtype_of_scales(convert: Callable):
-    """Of a checkpoint's scales bf16 and bytes of e8m0 are those in fp32."""
-    (experts, _), inputs = fp8_experts(), make_inputs(torch.bfloat16)
-    want = experts.requires_grad_(False)(*inputs)
-    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-        setattr(experts, name, torch.nn.Parameter(convert(getattr(experts, name).detach()), requires_grad=False))
-    assert torch.equal(experts(*inputs), want)
+    assert_equal(got, want)
+    assert not counter.ops.keys() & {"quantize_weights", "grouped_mm_wgrad", "transpose_pair"}
+    assert not counter.stray_casts
+    if not compiled:
+        for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+            exponents = (getattr(experts, name).detach().view(torch.int32) >> 23).to(torch.uint8)
+            setattr(experts, name, torch.nn.Parameter(exponents, requires_grad=False))
+        with warnings.catch_warnings(action="error"):
+            assert_equal(step(experts, "fp8_flow", inputs, dout.bfloat16()), want)
 
 
 def test_scales_that_are_no_powers_of_two():
-    """They are read as they are, or weights and scales replaced once; and other blocks are not taken for ours."""
+    """They are read as they are, or weights and scales replaced once."""
     (experts, plain), inputs = fp8_experts(1.3), make_inputs(torch.bfloat16)
+
+    def codes() -> Tensor:
+        return experts.down_proj.view(torch.uint8).clone()
+
     with torch.no_grad():
-        exact, before = experts(*inputs), experts.down_proj.clone()
-        assert torch.equal(experts.down_proj.view(torch.uint8), before.view(torch.uint8))
+        before, exact = codes(), experts(*inputs)
+        assert torch.equal(codes(), before)
         adapter.register(scales="round")
-        got, stored = experts(*inputs), experts.down_proj.clone()
-        assert not torch.equal(stored.view(torch.uint8), before.view(torch.uint8))
-        assert torch.equal(experts(*inputs), got) and torch.equal(
-            experts.down_proj.view(torch.uint8), stored.view(torch.uint8)
-        )
+        got, rounded = experts(*inputs), codes()
+        assert not torch.equal(rounded, before)
+        assert torch.equal(experts(*inputs), got) and torch.equal(codes(), rounded)
         for param in plain.parameters():
             param.mul_(1.3)
         assert all(relative_error(out, plain(*inputs)) < ONE_LAYER for out in (exact, got))
-        experts.block_size = (64, 128)
-        with pytest.raises(ValueError, match=r"scales per block \(64, 128\), not per 128x128"):
-            experts(*inputs)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(config=Fp8FlowMoEConfig(statistics_every=5)), "statistics_every has no effect"),
-        (dict(config=Fp8FlowMoEConfig(filter_fqns=["layers.0."])), "filter_fqns has no effect"),
-    ],
-)
-def test_register_refuses(arguments: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        adapter.register(**arguments)
+TRAINED, NO_GATE = torch.nn.Parameter(torch.ones(())), "its gate is none of swiglu"
+REFUSALS: list[tuple[Callable[[], torch.nn.Module], str]] = [
+    (lambda: qwen3_experts(hidden_act="gelu"), NO_GATE),
+    (lambda: changed(qwen3_experts(), act_fn=Swish(1.7)), NO_GATE),
+    (lambda: changed(qwen3_experts(), act_fn=Swish(TRAINED)), NO_GATE),
+    (lambda: gpt_oss_experts(torch.tensor(2.0)), NO_GATE),  # it may change
+    (lambda: qwen3_experts(moe_intermediate_size=200), "its dims 256 and 200 are not both multiples of 16"),
+    (lambda: qwen3_experts(hidden_size=328), "its dims 328 and 128 are not both multiples of 16"),
+    (lambda: qwen3_experts().half(), "its weights are torch.float16; load them in bfloat16"),
+    (lambda: fp8_experts()[0].bfloat16(), "its FP8 weights were cast to torch.bfloat16 without their scales"),
+    (lambda: fp8_experts()[0].float(), "its FP8 weights were cast to torch.float32 without their scales"),
+    (lambda: changed(fp8_experts()[0], block_size=(64, 128)), "scales per block (64, 128), not per 128x128"),
+]
+
+
+@pytest.mark.parametrize(("make", "why"), REFUSALS)
+def test_unsupported_experts_are_refused(make: Callable[[], torch.nn.Module], why: str):
+    """Where they run and where a model is asked."""
+    experts = make()
+    experts.config._experts_implementation = "fp8_flow"
+    with refused(f"{type(experts).__name__} cannot run as fp8_flow: ", why, "grouped_mm", 'unsupported="keep"'):
+        experts(*make_inputs())
+    with refused(f"{type(experts).__name__}: ", why, "; use model.set_experts_implementation"):
+        adapter.converted(torch.nn.Sequential(experts))
+
+
+def test_settings_without_effect_are_refused():
+    for setting in (dict(statistics_every=5), dict(filter_fqns=["layers.0."])):
+        with refused(f"{next(iter(setting))} has no effect"):
+            adapter.register(Fp8FlowMoEConfig(**setting))
 
 
 def test_unknown_properties_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
     """A later version may describe experts by more, as 5.23 does by a norm that 5.17 has not."""
     monkeypatch.setattr(adapter, "use_experts_implementation", lambda *, has_gate=True, has_router=False: None)
-    with pytest.raises(RuntimeError, match="has_router, which .* install a version"):
+    with refused("has_router, which", "install a version", error=RuntimeError):
         adapter.register()
 
 
@@ -570,71 +466,36 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("change", [*OTHERS, *WRAPPERS])
-def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatch, change: str):
-    model = make_model(num_hidden_layers=1, experts_implementation="fp8_flow")
-    (layer,) = (block.mlp for block in model.model.layers)
-    for kind in (type(layer), type(layer.experts)):
-        monkeypatch.setattr(kind, "forward", kind.forward)  # put back after the test
-    (OTHERS | WRAPPERS)[change](layer)
-    run_layer, calls = adapter.run_layer, []
-    monkeypatch.setattr(adapter, "run_layer", lambda *args: calls.append(args) or run_layer(*args))
-    loss_and_grads(model, make_tokens())
-    assert bool(calls) == (change in WRAPPERS)
-    if calls:
-        assert adapter.converted(model) == ["model.layers.0.mlp.experts"] and len(adapter.fp8_matrices(model)) == 2
-        return
-    why = "has replaced the forward of Qwen3Moe(Experts|SparseMoeBlock); switch that off"
-    with pytest.raises(ValueError, match=f"run in FP8: Qwen3MoeExperts: {__name__} {why}"):
-        adapter.converted(model)
-    adapter._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=f"^Qwen3MoeExperts does not run in FP8: {__name__} {why}"):
-        assert adapter.fp8_matrices(model) == []
-
-
 def fp8_layers(model: torch.nn.Module, **options: Any) -> set[str]:
     """The layers of which an engine would get FP8."""
     sent = [(name, tensor.dtype) for bucket in fp8_tensors(model, **options) for name, tensor in bucket.items()]
     return {name.split(".")[2] for name, dtype in sent if dtype == recipe.FP8}
 
 
-@pytest.mark.parametrize("change", OTHERS)
-def test_fp8_tensors_are_of_the_layers_that_run_in_fp8(monkeypatch: pytest.MonkeyPatch, change: str):
-    """A model that chose fp8_flow, and of which another package runs all experts, leaves in bf16, unless asked for."""
+@pytest.mark.parametrize("change", [*OTHERS, *WRAPPERS])
+def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatch, change: str):
+    """Experts of another package are named. A model of which it runs all leaves in bf16, unless asked for."""
     model = make_model(experts_implementation="fp8_flow")
-    for kind in (type(model.model.layers[0].mlp), type(model.model.layers[0].mlp.experts)):
+    layers = [block.mlp for block in model.model.layers]
+    for kind in (type(layers[0]), type(layers[0].experts)):
         monkeypatch.setattr(kind, "forward", kind.forward)  # put back after the test
-    for at, block in enumerate(model.model.layers):
-        OTHERS[change](block.mlp)
-        if at == 0 and "class" not in change:
-            assert adapter.converted(model) == ["model.layers.1.mlp.experts"]
-            assert fp8_layers(model) == {"1"}
-    adapter._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="Qwen3MoeExperts does not run in FP8"):
-        assert fp8_layers(model) == set()
-    assert fp8_layers(model, quantize=[".experts."]) == {"0", "1"}
-
-
-def test_fp8_tensors_of_experts_that_stay_on_grouped_mm():
-    adapter.register(unsupported="keep")
-    model = make_model(moe_intermediate_size=136, experts_implementation="fp8_flow")
-    adapter._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="does not run in FP8: its dims 256 and 136 are not both multiples of 16"):
-        assert fp8_layers(model) == set()
-
-
-def test_liger_in_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("liger_kernel")
-    modeling = transformers.models.qwen3_moe.modeling_qwen3_moe
-    for name in ("Qwen3MoeExperts", "Qwen3MoeMLP"):
-        monkeypatch.setattr(modeling, name, getattr(modeling, name))  # Liger replaces classes too: put back
-    model = make_model(experts_implementation="fp8_flow")
-    rest = dict.fromkeys(("rope", "cross_entropy", "fused_linear_cross_entropy", "rms_norm"), False)
-    with contextlib.suppress(RuntimeError):  # its kernels do not run on a CPU
-        train(model, tmp_path, use_liger_kernel=True, liger_kernel_config=rest, max_steps=1)
-    with pytest.raises(ValueError, match="liger_kernel.transformers.swiglu has replaced the forward"):
-        adapter.converted(model)
-    assert fp8_layers(model) == set()
+    names = [f"model.layers.{at}.mlp.experts" for at in range(2)]
+    for at, layer in enumerate(layers):
+        (OTHERS | WRAPPERS)[change](layer)
+        with CastCounter() as counter:
+            loss_and_grads(model, make_tokens())
+        left = names if change in WRAPPERS else [] if "class" in change else names[at + 1 :]
+        assert counter.ops["grouped_mm"] == 4 * len(left)
+        if left:
+            assert adapter.converted(model) == left and fp8_layers(model) == {name.split(".")[2] for name in left}
+            continue
+        why = "has replaced the forward of Qwen3Moe(Experts|SparseMoeBlock); switch that off"
+        with pytest.raises(ValueError, match=f"run in FP8: Qwen3MoeExperts: {__name__} {why}"):
+            adapter.converted(model)
+        adapter._warn_once.cache_clear()
+        with pytest.warns(UserWarning, match=f"^Qwen3MoeExperts does not run in FP8: {__name__} {why}"):
+            assert fp8_layers(model) == set()
+        assert fp8_layers(model, quantize=[".experts."]) == {"0", "1"}
 
 
 def test_partitioned_parameters():
@@ -657,20 +518,9 @@ def test_export_of_a_model_that_has_not_run():
         assert torch.equal(program.module()(input_ids=tokens, use_cache=False).logits, model(tokens).logits)
 
 
-def test_compile_as_one_graph():
-    """In bf16; the next test is in fp32."""
-    model, tokens = make_model(num_hidden_layers=1).bfloat16(), make_tokens(length=16)
-    model.set_experts_implementation("fp8_flow")
-    want_loss, want = loss_and_grads(model, tokens)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    loss, grads = loss_and_grads(model, tokens, compiled)
-    assert loss == pytest.approx(want_loss, rel=1e-4)
-    assert all(relative_error(grads[name], want[name]) < 0.05 for name in want)
-
-
 def test_dynamic_shapes():
     """``dynamic=True`` makes symbols of all numbers, as of these experts' limit."""
-    experts, inputs = make_experts("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts"), make_inputs()
+    experts, inputs = gpt_oss_experts(7.0), make_inputs()
     experts.config._experts_implementation = "fp8_flow"
     want = experts(*inputs)
     torch._dynamo.reset()
@@ -700,19 +550,6 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
             assert all(relative_error(grad, want_grads[name]) < 0.05 for name, grad in grads.items())
         assert any("experts" in name for name in grads) != frozen
     assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
-
-
-def test_compile_with_experts_that_stay():
-    """The one message does not break the graph."""
-    adapter.register(unsupported="keep")
-    adapter._warn_once.cache_clear()
-    model, tokens = make_model(hidden_act="gelu", num_hidden_layers=1).bfloat16(), make_tokens()
-    model.set_experts_implementation("fp8_flow")
-    fullgraph = torch.__version__ >= "2.13"
-    with pytest.warns(UserWarning, match="stays on grouped_mm"):
-        loss, _ = loss_and_grads(model, tokens, torch.compile(model, fullgraph=fullgraph, backend="aot_eager"))
-    model.set_experts_implementation("grouped_mm")
-    assert loss == pytest.approx(loss_and_grads(model, tokens)[0], rel=1e-3)
 
 
 def train(model: Any, folder: Path, **arguments: Any) -> list[float]:
@@ -745,35 +582,22 @@ def test_trainer(tmp_path: Path):
 
 def test_save_and_load(tmp_path: Path):
     """Checkpoints do not know of FP8: the same files, loaded with and without it."""
-    model, tokens = make_model(), make_tokens()
-    model.set_experts_implementation("fp8_flow")
-    with torch.no_grad():
-        want = model(tokens).logits
+    auto, model = transformers.AutoModelForCausalLM, make_model(experts_implementation="fp8_flow")
     model.save_pretrained(tmp_path)
-    auto, weights = transformers.AutoModelForCausalLM, model.state_dict()
     again = auto.from_pretrained(tmp_path, experts_implementation="fp8_flow").to(DEVICE)
     plain = auto.from_pretrained(tmp_path).to(DEVICE)
     assert "fp8_flow" not in (tmp_path / "config.json").read_text()
     for loaded in (again, plain):
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+        assert_equal(loaded.state_dict().values(), model.state_dict().values())
     with torch.no_grad():
+        want = model(tokens := make_tokens()).logits
         assert torch.equal(again(tokens).logits, want) and not torch.equal(plain(tokens).logits, want)
     assert len(adapter.converted(again)) == 2
-    with pytest.raises(ValueError, match="a saved model does not keep the choice"):
+    with refused("a saved model does not keep the choice"):
         adapter.converted(plain)
     model.config.experts_implementation = "fp8_flow"  # recorded by hand
     model.save_pretrained(tmp_path)
     assert len(adapter.converted(auto.from_pretrained(tmp_path))) == 2
-
-
-def test_models_of_one_config_share_the_choice():
-    first = make_model(num_hidden_layers=1)
-    second = type(first)(first.config)
-    first.set_experts_implementation("fp8_flow")
-    assert adapter.converted(second)
-    second.set_experts_implementation("grouped_mm")
-    with pytest.raises(ValueError, match="no experts"):
-        adapter.converted(first)
 
 
 @pytest.mark.gpu
@@ -801,9 +625,7 @@ def test_quantize_of_torchao():
 
     config, tokens = Fp8FlowMoEConfig(save_h="fp8"), make_tokens()
     adapter.register(config)
-    registered = make_model()
-    registered.set_experts_implementation(adapter.NAME)
-    model = make_model()
+    registered, model = make_model(experts_implementation="fp8_flow"), make_model()
     model.load_state_dict(registered.state_dict())
     plain_loss, _ = loss_and_grads(model, tokens)
     quantize_(model, config, filter_fn=is_moe)
@@ -812,7 +634,7 @@ def test_quantize_of_torchao():
     some = make_model()
     quantize_(some, config, filter_fn=lambda module, name: is_moe(module, name) and "layers.0." not in name)
     assert adapter.converted(some) == ["model.layers.1.mlp.experts"]
-    with pytest.raises(ValueError, match="Qwen3MoeExperts: its gate is none of"):
+    with refused("Qwen3MoeExperts: its gate is none of"):
         quantize_(make_model(hidden_act="gelu"), config, filter_fn=is_moe)
 
 
@@ -822,34 +644,6 @@ def test_quantize_of_torchao():
 def test_two_processes(tmp_path: Path):
     """FSDP2, and Transformers' own expert parallelism, against one process."""
     run_checks("transformers_worker.py", 2, str(tmp_path))
-
-
-def test_experiment(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    """Every phase leaves a record, and what does not fit the budget is named."""
-    monkeypatch.setitem(run.TINY, "num_hidden_layers", 1)  # a graph of two takes twice as long to trace
-    monkeypatch.setattr(run, "SEQUENCES", (1, 8))
-    config = run.transformers.Qwen3MoeConfig  # with a small output layer, as CPUs may take seconds for bf16's products
-    monkeypatch.setattr(run.transformers, "Qwen3MoeConfig", lambda **dims: config(**dims | {"vocab_size": 256}))
-    compile_ = torch.compile  # tests above trace forward and backward
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_(model, **options | {"backend": "eager"}))
-    for name, value in dict(SEEDS=(0, 1), STEPS=3, ROUNDS=1, CALLS=1).items():
-        monkeypatch.setattr(run, name, value)
-    arguments = ["--out", str(tmp_path), "--tiny", "--models", "qwen3"]
-    if not run.CUDA:  # cuDNN's attention is really asked for, and no other takes its place
-        with pytest.raises(RuntimeError, match="viable backend"):
-            run.main([*arguments, "--phases", "eager"])
-    arguments += ["--attention", "default"]
-    run.main([*arguments, "--budget", "10000"])
-    records = json.loads((tmp_path / "results.json").read_text())
-    assert {record["name"] for record in records} == {"transformers_qwen3"} and len(records) == 7
-    assert all(record["experts_in_fp8"] == 1 and record["speedup"] > 0 for record in records)
-    loss = next(record for record in records if "loss after" in record["shape"])
-    assert loss["value"] == pytest.approx(loss["reference_value"], rel=5e-3)
-    assert len(loss["losses"]) == len(loss["gaps"]) == 2 and len(loss["losses"][1]) == 3
-    assert loss["losses"][0] != loss["losses"][1] and loss["losses"] != loss["reference_losses"]
-    assert loss["reference_gaps"] == [0, 0]  # a CPU sums in one order
-    run.main([*arguments, "--budget", "0", "--phases", "eager"])
-    assert "run it with --phases eager" in capsys.readouterr().err
 
 
 def test_example():
