@@ -8,7 +8,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.distributed import utils
@@ -23,55 +22,47 @@ from titan_fp8moe.trainer.ahead import _OnItsWay, keep_host_ahead
 
 def step(
     device: str, microbatches: int, busy: torch.cuda.Event | None = None, mesh: DeviceMesh | None = None
-) -> list[tuple]:
-    """Runs a step; of each call of ``forward_backward_step`` what it was given and whether the GPU was still busy.
+) -> list[bool]:
+    """Runs a step, whose gradient and batches are checked; of each microbatch whether the GPU was still busy.
 
     With ``mesh`` its ranks sum their numbers of tokens.
     """
-    seen = []
-    weight = torch.nn.Parameter(torch.ones(4, device=device))
+    was_busy, weight = [], torch.nn.Parameter(torch.ones(4, device=device))
     batches = [({"input": torch.arange(4) + i}, torch.arange(4) - i) for i in range(microbatches)]
     if device == "cuda":
         batches = [({"input": x["input"].pin_memory()}, labels.pin_memory()) for x, labels in batches]
-
-    def forward_backward_step(*, input_dict, labels, global_valid_tokens):
-        was_busy = busy is not None and not busy.query()
-        loss = (weight * input_dict["input"] / global_valid_tokens).sum()
-        loss.backward()
-        seen.append((type(labels), input_dict["input"].clone(), labels.clone(), global_valid_tokens.clone(), was_busy))
-        return loss
 
     class StandIn(Trainer):
         def __init__(self):
             self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
             self.gradient_accumulation_steps = microbatches
             self.model_parts = [torch.nn.ParameterList([weight])]
-            self.parallel_dims = SimpleNamespace(
-                dp_enabled=mesh is not None,
-                ep_enabled=False,
-                get_mesh=lambda _: mesh,
-                get_optional_mesh=lambda _: None,
-            )
+            meshes = dict(get_mesh=lambda _: mesh, get_optional_mesh=lambda _: None)
+            self.parallel_dims = SimpleNamespace(dp_enabled=mesh is not None, ep_enabled=False, **meshes)
             self.job_config = SimpleNamespace(training=SimpleNamespace(max_norm=1e9))
             self.optimizers, self.lr_schedulers, self.checkpointer = MagicMock(), MagicMock(), MagicMock()
             self.metrics_processor, self.step = MagicMock(), 1
             self.metrics_processor.should_log.return_value = False
 
-        def forward_backward_step(self, **batch):
-            return forward_backward_step(**batch)
+        def forward_backward_step(self, *, input_dict, labels, global_valid_tokens):
+            i, x = len(was_busy), input_dict["input"]
+            was_busy.append(busy is not None and not busy.query())
+            loss = (weight * x / global_valid_tokens).sum()
+            loss.backward()
+            if busy is None:  # the values would be waited for
+                assert x.tolist() == [i, i + 1, i + 2, i + 3] and labels.tolist() == [-i, 1 - i, 2 - i, 3 - i]
+                assert float(global_valid_tokens) == 4 * microbatches
+            assert type(labels) is torch.Tensor and x.device == labels.device == self.device
+            return loss
 
     with undone():
         keep_host_ahead(Trainer, utils)
         trainer = StandIn()
         trainer.train_step(iter(batches))
-    for i, (kind, x, labels, tokens, _) in enumerate(seen):
-        assert kind is torch.Tensor and x.device == labels.device == trainer.device
-        assert x.tolist() == [i, i + 1, i + 2, i + 3] and labels.tolist() == [-i, 1 - i, 2 - i, 3 - i]
-        assert float(tokens) == 4 * microbatches
     assert "forward_backward_step" not in vars(trainer)
     expected = (torch.arange(4.0) * microbatches + sum(range(microbatches))) / (4 * microbatches)
     torch.testing.assert_close(weight.grad.cpu(), expected)
-    return seen
+    return was_busy
 
 
 def test_a_step_on_a_cpu():
@@ -81,62 +72,45 @@ def test_a_step_on_a_cpu():
 @pytest.mark.gpu
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("summed", [False, True])
-def test_the_host_does_not_wait_for_the_step_before(microbatches, summed, tmp_path):
-    mesh = None
-    if summed:
-        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-        mesh = init_device_mesh("cuda", (1,))
-    try:
-        step("cuda", microbatches, mesh=mesh)  # compiles nothing, but loads CUDA's modules
-        stream, busy = torch.cuda.current_stream(), torch.cuda.Event()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)  # about a second
-        if mesh is not None:  # as torchtitan adds up the experts' loads; the next sum follows in NCCL's order
-            collectives.all_reduce(torch.ones(4, device="cuda"), "sum", mesh).sum()
-        busy.record()
-        assert all(was_busy for *_, was_busy in step("cuda", microbatches, busy, mesh))
-        assert torch.cuda.current_stream() == stream
-    finally:
-        if summed:
-            dist.destroy_process_group()
+def test_the_host_does_not_wait_for_the_step_before(microbatches, summed, group):
+    mesh = init_device_mesh("cuda", (1,)) if summed else None
+    step("cuda", microbatches, mesh=mesh)  # compiles nothing, but loads CUDA's modules
+    stream, busy = torch.cuda.current_stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    if summed:  # as torchtitan adds up the experts' loads; the next sum follows in NCCL's order
+        collectives.all_reduce(torch.ones(4, device="cuda"), "sum", mesh).sum()
+    busy.record()
+    assert all(step("cuda", microbatches, busy, mesh))
+    assert torch.cuda.current_stream() == stream
 
 
-def test_numbers_of_tokens_are_numbers_elsewhere(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with undone():
-            keep_host_ahead(Trainer, utils)
-            total = utils.dist_sum(torch.tensor(3), init_device_mesh("cpu", (1,)))
-    finally:
-        dist.destroy_process_group()
+def test_numbers_of_tokens_are_numbers_elsewhere(group):
+    with undone():
+        keep_host_ahead(Trainer, utils)
+        total = utils.dist_sum(torch.tensor(3), init_device_mesh("cpu", (1,)))
     assert type(total) is int and total == 3
 
 
-def test_an_operator_of_a_batch_gives_an_ordinary_tensor():
-    labels = _OnItsWay.to_device(torch.device("meta"), torch.tensor([1, -100]))
-    count = torch.tensor(0)
-    count += (labels != -100).sum()
-    assert type(count) is torch.Tensor and count == 1
-    assert labels.to("meta").is_meta and type(labels.to("meta")) is torch.Tensor
+USES = [
+    lambda t: t.to("meta"),
+    lambda t: torch.tensor(0).to(t.device).add_((t != -100).sum()),
+    lambda t: t.to(torch.float32),
+    lambda t: t.to("cpu", torch.int32),
+    lambda t: t.to(device="cpu"),
+    lambda t: t.to(torch.ones(1)),
+    lambda t: t.to(torch.device("meta"), torch.float32),
+    lambda t: t.to(t.there.device, copy=True) if hasattr(t, "there") else t.to("meta"),
+    copy.copy,
+    copy.deepcopy,
+    lambda t: copy.deepcopy([t, t])[1],
+    lambda t: pickle.loads(pickle.dumps(t)),
+    torch.clone,
+    lambda t: t[:1],
+]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda t: t.to(torch.float32),
-        lambda t: t.to("cpu", torch.int32),
-        lambda t: t.to(device="cpu"),
-        lambda t: t.to(torch.ones(1)),
-        lambda t: t.to(torch.device("meta"), torch.float32),
-        lambda t: t.to(t.there.device, copy=True) if hasattr(t, "there") else t.to("meta"),
-        copy.copy,
-        copy.deepcopy,
-        lambda t: copy.deepcopy([t, t])[1],
-        lambda t: pickle.loads(pickle.dumps(t)),
-        torch.clone,
-        lambda t: t[:1],
-    ],
-)
+@pytest.mark.parametrize("use", USES)
 def test_other_uses_of_a_batch_are_an_ordinary_tensors(use):
     """As a trainer's own ``post_dataloading_process`` may have them."""
     plain = torch.tensor([1, -100])
