@@ -10,7 +10,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE, assert_equal, gradients
-from titan_fp8moe import Fp8Weight, RoutedExperts, recipe
+from titan_fp8moe import Fp8Weight, RoutedExperts, recipe, record_routing, replay_routing
 from titan_fp8moe.export_fp8 import fp8_tensors
 
 pytest.importorskip("safetensors")
@@ -186,6 +186,33 @@ def test_read_by_transformers(family, sparse, dense, tmp_path, monkeypatch, requ
         q, scale = recipe.quantize_weight(master[f"model.layers.2.mlp.experts.{name}"])
         got = getattr(experts, name), getattr(experts, f"{name}_scale_inv").float()
         assert_equal(got, (q, recipe.exp2(recipe.exponent(scale))))
+
+
+@pytest.mark.parametrize(("family", "live"), [("Qwen3Moe", True), ("DeepseekV3", False)])
+def test_logits_of_an_engine(family, live, tmp_path, monkeypatch):
+    """Transformers' FP8 loading of an export, and of a live model's tensors in its place, on the same routing. Its
+    activations are fp32, so what remains is FP8's error of ours. Wrong scales give ten times as much."""
+    adapter.register()
+    auto, options = transformers.AutoModelForCausalLM, dict(dtype=torch.bfloat16, experts_implementation="fp8_flow")
+    model = auto.from_config(config_of(family, **MASTER), **options).eval()
+    model.save_pretrained(tmp_path / "saved")
+    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8")
+    if live:
+        (file,) = (tmp_path / "fp8").glob("*.safetensors")
+        save_file({name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}, file, {"format": "pt"})
+    fp8 = dict(quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.float32)
+    engine = auto.from_pretrained(tmp_path / "fp8", experts_implementation="grouped_mm", **fp8).eval()
+    tokens, errors = torch.randint(0, 256, (4, 64)), []
+    with torch.no_grad():
+        with record_routing(model) as routing:
+            want = model.float()(tokens).logits
+        with replay_routing(engine, routing.routed_experts()):
+            for _ in range(2):
+                errors.append(relative_error(engine(tokens).logits, want))
+                for module in engine.modules():
+                    if hasattr(module, "gate_up_proj"):
+                        module.gate_up_proj.mul_(2)
+    assert 1e-4 < errors[0] < 0.03 and errors[1] > 10 * errors[0], errors
 
 
 PUBLISHED = dict(DeepseekV3=torch.float32, Qwen3Moe=torch.bfloat16, Glm4Moe=torch.float32, MiniMaxM2=torch.float32)
