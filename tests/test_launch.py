@@ -59,9 +59,10 @@ descriptors = st.builds(
     st.sampled_from([gemm_launch.operand, gemm_launch.result]),
 )
 numbers = st.sampled_from([0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40])
-parameters = [tensors, tensors | st.none(), scales, descriptors, numbers, numbers]
+parameters = [tensors | st.none(), tensors | st.none(), scales, descriptors, numbers, numbers]
 constants = st.fixed_dictionaries(
-    {"SIZE": st.sampled_from([1, 2, 128]), "FLAG": st.booleans()}, optional={"num_warps": st.sampled_from([4, 8])}
+    {"SIZE": st.sampled_from([1, 2, 128]), "FLAG": st.booleans()},
+    optional={name: st.sampled_from([4, 8]) for name in ("num_warps", "num_stages")},
 )
 
 
@@ -166,8 +167,7 @@ ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_de
 @pytest.mark.parametrize(
     "changed",
     [
-        dict(n=1), dict(n=17), dict(n=2**31), dict(m=2**31), dict(x=BUFFER[1:]), dict(x=BUFFER.view(torch.int32)),
-        dict(y=None), dict(x=ELSEWHERE), dict(SIZE=2), dict(FLAG=False), dict(num_warps=8), dict(device=1),
+        dict(n=17), dict(x=BUFFER[1:]), dict(x=ELSEWHERE), dict(SIZE=2), dict(num_warps=8), dict(device=1),
     ],
 )  # fmt: skip
 def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, changed):
@@ -177,19 +177,7 @@ def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, changed
     with no_driver(device):
         three[(1,)](*args(**of_args), **constants | {k: v for k, v in changed.items() if k in constants})
     assert len(recorded.jit_calls) == 2
-
-
-def test_it_matters_which_tensor_is_absent_and_which_option_has_a_value(recorded):
-    three[(1,)](*args(x=None), SIZE=1, FLAG=True, num_warps=4)
-    three[(1,)](*args(y=None), SIZE=1, FLAG=True, num_warps=4)
-    three[(1,)](*args(y=None), SIZE=1, FLAG=True, num_stages=4)
-    assert len(recorded.jit_calls) == 3
-
-
-def test_scales_arrive_as_bytes(recorded):
-    three[(1,)](*args(), SIZE=1, FLAG=True)
-    ((passed, _),) = recorded.jit_calls
-    assert passed[2].dtype == torch.uint8
+    assert all(passed[2].dtype == torch.uint8 for passed, _ in recorded.jit_calls)  # scales arrive as bytes
 
 
 def test_wrong_arguments_raise(recorded):
@@ -280,12 +268,6 @@ def test_launched_again_it_computes_and_refuses_memory_of_the_cpu():
         copy[(1,)](x.cpu(), y, SIZE=256)
 
 
-def test_a_cpu_is_no_hopper_unless_kernels_are_recorded():
-    assert not grouped_mm.is_hopper(BUFFER)
-    with launch.recording():
-        assert grouped_mm.is_hopper(BUFFER)
-
-
 def test_recordings_nest_and_others_see_a_trace():
     """A trace within a recording adds to its list. Meta tensors, whose launches somebody reads, are no trace."""
     with launch.recording() as outer:
@@ -293,4 +275,6 @@ def test_recordings_nest_and_others_see_a_trace():
             assert inner is outer
         assert launch.is_recording() and launch.is_tracing(torch.empty(1, device="cpu"))
         assert not launch.is_tracing(torch.empty(1, device="meta"))
+        assert grouped_mm.is_hopper(BUFFER)
     assert not launch.is_recording() and not launch.is_tracing(torch.empty(1, device="cpu"))
+    assert not grouped_mm.is_hopper(BUFFER)

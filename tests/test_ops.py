@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.layer import refused
 from tests.specs import SPECS
 from tests.variants import DENSE, LAYERS, SAVED, Small, small_dense, small_layer
 from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
@@ -245,28 +245,19 @@ DENSE_OPS["grouped_mm"] = "grouped_linear", "grouped_linear_backward"
 DEFAULT = SAVED.index(("activation", "bf16"))
 
 
-def check_layer(kind: str, settings: tuple[str, str], *skipped: str, **options: Any) -> None:
-    """A layer of this kind. ``options``: of :func:`small_layer`, and other settings."""
-    group = options.pop("group", None)
+def check(kind: str, settings: tuple[str, str], *skipped: str, group: Any = None, **options: Any) -> None:
+    """A layer of this kind. ``options``: other settings."""
     config = Fp8FlowMoEConfig(recompute=settings[0], save_h=settings[1], **options)
-    assert check_calls(small_layer(kind, config, group), *skipped) == dict.fromkeys(LAYER_OPS, 3)
+    if kind in LAYERS:
+        assert check_calls(small_layer(kind, config, group), *skipped) == dict.fromkeys(LAYER_OPS, 3)
+    else:
+        assert {*check_calls(small_dense(kind, config), *skipped)} <= {*DENSE_OPS[kind.split()[0]]}
 
 
-def check_dense(kind: str, settings: tuple[str, str], *skipped: str) -> None:
-    layer = small_dense(kind, Fp8FlowMoEConfig(recompute=settings[0], save_h=settings[1]))
-    assert {*check_calls(layer, *skipped)} <= {*DENSE_OPS[kind.split()[0]]}
-
-
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", LAYERS + DENSE)
 def test_opcheck_of_layers(kind):
-    for settings in SAVED:
-        check_layer(kind, settings, TRACING)
-
-
-@pytest.mark.parametrize("kind", DENSE)
-def test_opcheck_of_dense_layers(kind):
-    for settings in SAVED if kind.startswith("ffn") else SAVED[DEFAULT:][:1]:
-        check_dense(kind, settings, TRACING)
+    for settings in SAVED[DEFAULT:][:1] if kind.startswith(("linear", "grouped_mm")) else SAVED:
+        check(kind, settings, TRACING)
 
 
 SLOW_SETTINGS = [
@@ -278,7 +269,7 @@ SLOW_SETTINGS = [
 @pytest.mark.parametrize("settings", SLOW_SETTINGS)
 @pytest.mark.parametrize("kind", LAYERS + DENSE)
 def test_opcheck_of_tracing(kind, settings):
-    (check_layer if kind in LAYERS else check_dense)(kind, settings)
+    check(kind, settings)
 
 
 @pytest.fixture
@@ -294,18 +285,14 @@ def endless(monkeypatch):
     monkeypatch.setattr(workspace, "in_flight", lambda name: workspace._current.get(name))
 
 
+@pytest.mark.parametrize("dispatch", ["symmetric", "all_to_all"])
 @pytest.mark.parametrize("kind", ["plain", "biased", "shared", "frozen", "kept"])
-def test_opcheck_of_layers_over_symmetric_memory(kind, group, endless):
+def test_opcheck_of_layers_that_travel(kind, dispatch, group, endless):
+    """The all-to-all reads sizes on the host, and so is no part of a graph."""
     for settings in SAVED:
         skipped = [] if settings == SAVED[DEFAULT] else [TRACING]
-        check_layer(kind, settings, *skipped, group=group, dispatch="symmetric")
-
-
-@pytest.mark.parametrize("kind", ["plain", "biased", "shared", "frozen", "kept"])
-def test_opcheck_of_layers_over_the_all_to_all(kind, group):
-    """It reads sizes on the host, and so is no part of a graph."""
-    for settings in SAVED:
-        check_layer(kind, settings, "test_faketensor", TRACING, group=group, dispatch="all_to_all")
+        skipped = ["test_faketensor", TRACING] if dispatch == "all_to_all" else skipped
+        check(kind, settings, *skipped, group=group, dispatch=dispatch)
 
 
 def test_every_op_has_a_case():
@@ -372,20 +359,19 @@ def test_flops_of_gemms_are_those_of_the_buffer():
 
 
 def test_errors_say_what_to_do():
-    def refused(message, call, *args, **options):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call(*args, **options)
-
     for dtype in (torch.float16, torch.float64, torch.int32):
-        refused(f"x must be bf16 or fp32, got {dtype}", ops.quantize_rows, torch.zeros(2, 128, dtype=dtype))
+        with refused(f"x must be bf16 or fp32, got {dtype}"):
+            ops.quantize_rows(torch.zeros(2, 128, dtype=dtype))
     one_group = torch.tensor([M], dtype=INT32)
     operands = recipe.transpose_pair(*rows(M, 384), *rows(M, 128), one_group)
-    refused("2 weights need a multiple of 256", ops.grouped_mm_wgrad, *operands, one_group, FP32, 2)
-    for name, most in (("rows", 384), ("columns", 128)):
-        for size in (0, most + 1, 60):
-            message = f"{name} is {size}; it must be in 1..{most}"
-            refused(message, ops.grouped_mm_wgrad, *operands, one_group, BF16, **{name: size})
-    refused("balanced", ops.transpose_pair, *rows(128, 128), *rows(128, 128), one_group, "rowwise")
+    with refused("2 weights need a multiple of 256"):
+        ops.grouped_mm_wgrad(*operands, one_group, FP32, 2)
+    for name, size in itertools.product(("rows", "columns"), (0, 385, 60)):
+        most = 384 if name == "rows" else 128
+        with refused(f"{name} is {size}; it must be in 1..{most}"):
+            ops.grouped_mm_wgrad(*operands, one_group, BF16, **{name: size})
+    with refused("balanced"):
+        ops.transpose_pair(*rows(128, 128), *rows(128, 128), one_group, "rowwise")
 
 
 def test_the_layer_has_shapes_without_memory():

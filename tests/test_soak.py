@@ -82,19 +82,3 @@ def test_memory_stays_what_it_was():
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
     assert max(allocated[3:]) <= allocated[2]
-
-
-@pytest.mark.parametrize("spoil", ["the kernels", "a repetition"])
-def test_what_differs_is_noticed(monkeypatch, spoil):
-    """On a CPU, the reference against itself, which runs while the kernels are switched off."""
-    original, calls = step, []
-
-    def spoiled(*args):
-        calls.append(args)
-        wrong = len(calls) == 2 if spoil == "a repetition" else not ops.backend.emulating()
-        return {name: t * 1.04 if wrong else t for name, t in original(*args).items()}
-
-    check(*draw(2, 40))
-    monkeypatch.setitem(globals(), "step", spoiled)
-    with pytest.raises(AssertionError, match="other bits" if spoil == "a repetition" else "the specification's"):
-        check(*draw(2, 40))
