@@ -1,0 +1,222 @@
+"""Layers in graphs: sizes that a graph does not know, such as the number of tokens that a mask selects; fake tensors;
+programs of torch.export, which run and do not train; graphs that ``aot_compile`` saves for another process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.torch_version import TorchVersion
+
+from tests.layer import DEVICE, refused
+from tests.processes import call
+from titan_fp8moe import (
+    Fp8FlowLinear,
+    Fp8FlowMoEConfig,
+    RoutedExperts,
+    SharedExperts,
+    WeightCache,
+    grouped_ffn,
+    grouped_mm,
+)
+from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.weights import ExpertWeights
+
+T, D, E, K = 64, 128, 4, 2
+CONFIG = Fp8FlowMoEConfig()
+
+
+def ends_of(ids: Tensor) -> Tensor:
+    return (ids[:, :1] == torch.arange(E, device=DEVICE)).sum(0).cumsum(0, dtype=torch.int32)
+
+
+class Layer(nn.Module):
+    """A layer of one kind, with its parameters."""
+
+    def __init__(self, kind: str, device: str = DEVICE, **settings: Any):
+        super().__init__()
+        self.kind = kind
+        if kind in ("routed", "shared"):
+            self.experts = RoutedExperts(E, D, D, config=Fp8FlowMoEConfig(**settings), device=device)
+        if kind == "linear":
+            self.linear = Fp8FlowLinear(D, D, device=device)
+        shapes = dict(shared=[(D, D)] * 3, ffn=[(D, D)] * 3, grouped_mm=[(E, D, D)], grouped_ffn=[(E, D, D)] * 3)
+        self.w = nn.ParameterList(torch.randn(s, device=device) * 0.05 for s in shapes.get(kind, ()))
+
+    def forward(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        w = [self.w[i] for i in range(len(self.w))]  # torch 2.11 unpacks no lists of parameters
+        if self.kind == "ffn":
+            return feed_forward(x, ExpertWeights(*w), CONFIG)
+        if self.kind == "linear":
+            return self.linear(x)
+        if self.kind == "grouped_mm":
+            return grouped_mm(x.bfloat16(), w[0], offs=ends_of(ids))
+        if self.kind == "grouped_ffn":
+            return grouped_ffn(x, *w, ends_of(ids), scores=scores[:, 0])
+        return self.experts(x, ids, scores, shared=SharedExperts(*w) if self.kind == "shared" else None)
+
+
+KINDS = pytest.mark.parametrize("kind", ["routed", "shared", "ffn", "linear", "grouped_mm", "grouped_ffn"])
+STRICT = pytest.mark.parametrize("strict", [False, True])
+
+
+def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, D, device=DEVICE, requires_grad=True)
+    return x, torch.rand(tokens, E, device=DEVICE).topk(K).indices, torch.rand(tokens, K, device=DEVICE)
+
+
+@KINDS
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_tokens_selected_by_a_mask(kind: str):
+    if kind == "shared" and TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("torch.compile loses the symbols of the rows of shared experts")
+    layer, inputs = Layer(kind), make_inputs()
+
+    def select(mask: Tensor, *tensors: Tensor) -> Tensor:
+        at = mask.nonzero().squeeze(1)
+        return layer(*(t[at] for t in tensors))
+
+    compiled = torch.compile(select, fullgraph=True, backend="aot_eager")
+    some = torch.rand(T, device=DEVICE) > 0.5
+    for mask in (some, ~some, torch.zeros_like(some), torch.ones_like(some)):
+        results = []
+        for function in (select, compiled):
+            out = function(mask, *inputs)
+            results.append([out, *torch.autograd.grad(out.float().square().sum(), [inputs[0], *layer.parameters()])])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@STRICT
+@KINDS
+def test_export_with_any_number_of_tokens(kind: str, strict: bool):
+    """Without gradients, which are refused when the program is exported, or when it runs."""
+    layer, tokens = Layer(kind), torch.export.Dim("tokens", min=0, max=4096)
+    inputs = tuple(t.detach() for t in make_inputs())
+    with refused("lose the gradients", error=Exception):
+        torch.export.export(layer, inputs, strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(layer, inputs, dynamic_shapes=({0: tokens},) * 3, strict=strict).module()
+    for count in (0, 1, 3, 128, 200):
+        more = tuple(t.detach() for t in make_inputs(count))
+        with torch.no_grad():
+            assert torch.equal(program(*more), layer(*more))
+    if kind == "routed":
+        with refused("exported without gradients", error=RuntimeError):
+            program(*make_inputs()).square().sum().backward()
+
+
+def test_fake_tensors():
+    """A layer built and run, as estimators of memory do; frozen ones get no copies."""
+    with FakeTensorMode():
+        for frozen in (False, True):
+            layer, (x, ids, scores) = Layer("routed", device="cpu"), (t.detach().cpu() for t in make_inputs())
+            layer.requires_grad_(not frozen)
+            x.requires_grad_()
+            out = layer(x, ids, scores)
+            out.sum().backward()
+            assert x.grad.shape == x.shape == out.shape and layer.experts.cache.copies is None
+        layer.experts.add_lora(rank=16, alpha=16)
+        assert layer.experts.lora_A["w1"].shape == (E, 16, D)
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, **settings: Any):
+        super().__init__()
+        self.router = nn.Linear(D, E, device=DEVICE)
+        self.experts = RoutedExperts(E, D, D, config=Fp8FlowMoEConfig(**settings), device=DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.router(x).softmax(-1).topk(K)
+        return x + self.experts(x, ids, scores)
+
+
+@STRICT
+def test_programs_of_a_model(strict: bool):
+    """With a cache they run and do not train. Frozen layers lose nothing, whatever the mode."""
+    block, x = Block(cache_weights=True), torch.randn(16, D, device=DEVICE)
+    with refused("torch.no_grad()", "lose the gradients", error=Exception):
+        torch.export.export(block, (x,), strict=strict)
+    with torch.no_grad():
+        program = torch.export.export(block, (x,), strict=strict).module()
+    assert torch.equal(program(x), block(x))
+    with refused("exported without gradients", error=RuntimeError):
+        program(x).square().sum().backward()
+    block.requires_grad_(False)
+    assert torch.equal(torch.export.export(block, (x,), strict=strict).module()(x), block(x))
+
+
+def test_the_experts_of_a_pipeline():
+    model = nn.Sequential(Block(), Block())
+    with pytest.raises(RuntimeError) as raised:
+        pipeline(model, mb_args=(torch.randn(16, D, device=DEVICE),), split_spec={"1": SplitPoint.BEGINNING})
+    assert "PipelineStage takes modules" in str(raised.value.__cause__)
+
+
+# --- saved graphs -----------------------------------------------------------------------------------------------------
+
+
+saves_graphs = pytest.mark.skipif(not hasattr(torch.compile(len), "aot_compile"), reason="torch saves no graphs yet")
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    "cached": lambda: RoutedExperts(E, D, D, config=Fp8FlowMoEConfig(cache_weights=True), device="cpu"),
+    "frozen": lambda: RoutedExperts(E, D, D, device="cpu").requires_grad_(False),
+    "frozen linear": lambda: Fp8FlowLinear(D, D, device="cpu").requires_grad_(False),
+}
+
+
+def make_kept(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    module, x = KEPT[kind](), torch.randn(T, D, requires_grad=True)
+    return module, (x,) if "linear" in kind else (x, torch.rand(T, E).topk(K).indices, torch.rand(T, K))
+
+
+def save_compiled(kind: str, path: str, run_before: bool) -> None:
+    module, args = make_kept(kind)
+    if run_before:
+        module(*args)
+    torch.compile(module, fullgraph=True).forward.aot_compile((args, {})).save_compiled_function(path)
+
+
+def load_compiled(kind: str, path: str) -> list[bool]:
+    """Whether it equals the eager module, before that has run, after it, and with other weights."""
+    module, args = make_kept(kind)
+    with open(path, "rb") as file:
+        loaded = torch.compiler.load_compiled_function(file)
+    equal = []
+    for _ in range(3):
+        outs = loaded(module, *args), module(*args)
+        got, want = ([out, *torch.autograd.grad(out.square().sum(), args[0])] for out in outs)
+        equal.append(all(map(torch.equal, got, want)))
+        if len(equal) == 2:
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.mul_(-0.5)
+    return equal
+
+
+@saves_graphs
+@pytest.mark.parametrize("run_before", [False, True], ids=["at once", "run before"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_saved_graphs_keep_no_weights(tmp_path: Path, kind: str, run_before: bool):
+    """The copies would be another process's: its graph quantizes the weights in each call."""
+    path = str(tmp_path / "function")
+    call(save_compiled, kind, path, run_before)
+    assert call(load_compiled, kind, path) == [True] * 3
+
+
+@saves_graphs
+def test_saved_graphs_take_no_cache():
+    weights, ends = [torch.randn(E, D, D, device=DEVICE) for _ in range(3)], torch.full((E,), 16, device=DEVICE)
+    x, cache = torch.randn(16, D, device=DEVICE), WeightCache()
+
+    def function(x: Tensor) -> Tensor:
+        return grouped_ffn(x, *weights, ends.int(), cache=cache)
+
+    with refused("WeightCache", "leave it out", error=Exception):
+        torch.compile(function, fullgraph=True).aot_compile(((x,), {}))
