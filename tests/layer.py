@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from experiments import reference
 from titan_fp8moe import ops, routed_experts
 from titan_fp8moe.layer import experts, group
+from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.spec import ExpertSpec
@@ -86,7 +87,11 @@ FUNCTIONS = {
 
 
 class CastCounter(TorchDispatchMode):
-    """Counts calls of this package's functions by name, and casts to fp8 outside of them. Looks into a layer's ops."""
+    """Counts calls of this package's functions by name, and casts to fp8 outside of them. Looks into a layer's ops.
+
+    Attributes:
+        args: those of the last call, by name.
+    """
 
     _COUNTED: ClassVar = {
         (ops.quantize if name.endswith("_weights") else ops, name): function
@@ -96,7 +101,7 @@ class CastCounter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.ops, self.stray_casts, self._depth = Counter(), [], 0
+        self.ops, self.args, self.stray_casts, self._depth = Counter(), {}, [], 0
 
     def __enter__(self):
         for (module, name), function in self._COUNTED.items():
@@ -112,18 +117,25 @@ class CastCounter(TorchDispatchMode):
 
     def _counted(self, name, function, *args, **kwargs):
         self.ops[name] += 1
+        self.args[name] = args
         with _disable_current_modes():
             return function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in FUNCTIONS:
-            self.ops[func.name().removeprefix("titan_fp8moe::")] += 1
+            self.ops[name := func.name().removeprefix("titan_fp8moe::")] += 1
+            self.args[name] = args
             with self:
                 return FUNCTIONS[func](*args)
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
             self.stray_casts.append(func.name())
         return out
+
+
+def gathered(weight: Tensor) -> torch.nn.Parameter:
+    """A parameter as FSDP makes it of gathered FP8."""
+    return torch.nn.Parameter(Fp8GatheredWeight(ops.quantize_weight(weight.detach()), weight.shape[1:], weight.dtype))
 
 
 def generations(cache: WeightCache) -> list[int]:

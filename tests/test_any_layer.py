@@ -1,8 +1,9 @@
 """Layers of every kind, drawn at random, against :mod:`tests.reference_layer`.
 
-A seed draws a layer: its experts, how their weights are stored, sizes, routing and settings. Each must have five
-properties: values and gradients of the reference, by error and by slope; the same bits twice; rows that do not depend
-on each other; gradients that are dense as their tensors say.
+A seed draws a layer: its experts, how their weights are stored, sizes, routing and settings. Each must have seven
+properties: values and gradients of the reference, by error and by slope; two casts; the same bits twice, with
+checkpointing and in a compiled graph too; backwards that run again, whole or for x alone; rows that do not depend on
+each other; gradients that are dense, and lie as their tensors do.
 """
 
 import dataclasses
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from experiments.reference import relative_error
 from tests import reference_layer
-from tests.layer import DEVICE, assert_equal
+from tests.layer import DEVICE, assert_equal, gathered
 from tests.reference_layer import Expert, Group
 from tests.specs import REACHED
 from titan_fp8moe import (
@@ -50,7 +53,8 @@ class Layer(NamedTuple):
     Attributes:
         entry: the public function or class that runs it.
         stored: how w1 and w3 lie in memory.
-        weights: ``trained``, ``frozen``, stored in ``fp8``, or trained with ``kept`` quantized copies.
+        lies: the last two dims of each matrix as ``rows``, ``swapped``, or ``wider`` rows with gaps between them.
+        weights: ``trained``, ``frozen``, stored in ``fp8``, ``gathered`` in FP8, or trained with ``kept`` copies.
         lora: the weights with an adapter.
         shared: ``plain``, ``fused`` or ``scored`` shared experts, or empty.
         frozen: the leaves without a gradient.
@@ -68,6 +72,7 @@ class Layer(NamedTuple):
     score_before_experts: bool
     biased: bool
     stored: str
+    lies: str
     weights: str
     lora: tuple[str, ...]
     shared: str
@@ -85,17 +90,21 @@ class Layer(NamedTuple):
         gated = ACTIVATIONS[activation].gated
         experts = pick.choice([1, 3, 6])
         top_k = pick.randint(1, min(3, experts)) if entry != "grouped_ffn" else 1
-        kinds = dict(routed_experts=["trained", "frozen", "fp8"], RoutedExperts=["trained", "kept", "kept forward"])
+        kinds = dict(routed_experts=["trained", "frozen", "fp8", "gathered"])
+        kinds["RoutedExperts"] = ["trained", "fp8", "kept", "kept forward"]
         weights = pick.choice(kinds.get(entry, ["trained", "frozen", "kept"]))
         dim, hidden = pick.choice([(256, 128), (144, 128), (128, 80), (128, 144), (272, 256)])
-        stored = pick.choice(["apart", "fused", "interleaved", "transposed"]) if gated else "apart"
-        if weights == "fp8":
-            stored, dim, hidden = "fused" if stored == "fused" else "apart", 256, 128
-        if entry == "RoutedExperts":
-            stored = "apart"
+        stored = pick.choice(["apart", "fused", "interleaved"]) if gated else "apart"
+        lies = pick.choice(["rows", "rows", "swapped", "wider"]) if weights != "gathered" else "rows"
+        if weights == "fp8" and (stored == "fused" or pick.random() < 0.5):
+            dim, hidden = 256, 128
+        whole = weights != "fp8" or dim == 256  # others have biases and adapters of padded sizes
+        if entry == "RoutedExperts" or weights == "gathered" or (weights == "fp8" and stored == "interleaved"):
+            stored = "fused" if entry == "RoutedExperts" and weights == "fp8" and gated and dim == 256 else "apart"
         before, biased = pick.random() < 0.3, pick.random() < 0.3 and weights != "fp8"
         lora = ()
-        if entry != "RoutedExperts" and pick.random() < 0.5:
+        adaptable = whole and weights != "gathered" and ("kept" not in weights or entry == "grouped_ffn")
+        if pick.random() < 0.5 and adaptable:
             names = ["w1", "w2", "w3"] if gated and stored == "apart" else ["w1", "w2"]
             lora = tuple(sorted(pick.sample(names, pick.randint(1, len(names)))))
         shared = pick.choice(["", "", "plain", "fused", "scored"]) if entry != "grouped_ffn" else ""
@@ -104,7 +113,11 @@ class Layer(NamedTuple):
         frozen = {"w1", "w2", "w3"} if weights in ("frozen", "fp8") else set()
         for names in (["x"], ["scores"], ["w1"], ["w2"], ["b1"], ["shared1", "shared2", "shared3"], ["shared_scores"]):
             frozen |= set(names) if pick.random() < 0.15 else set()
-        travels = entry != "grouped_ffn" and pick.random() < 0.4
+        if lora and entry == "RoutedExperts":  # which its adapters freeze
+            frozen |= {"w1", "w2", "w3", "b1", "b2", "b3"}
+        if weights == "gathered":
+            frozen -= {"w1", "w2", "w3"}
+        travels = entry != "grouped_ffn" and pick.random() < 0.4 and not (lora and weights == "fp8")
         recompute = pick.choice(["none", "activation", "experts"])
         config = Fp8FlowMoEConfig(
             wgrad=pick.choice(["balanced", "balanced", "scaling_aware", "bf16"]) if weights != "fp8" else "balanced",
@@ -119,9 +132,11 @@ class Layer(NamedTuple):
             activation, experts, top_k, lora, biased, shared, travels = "swiglu", 1, 1, (), False, "plain", False
             frozen = frozen & {"x", "shared1", "shared2", "shared3"} | {"scores", "w1", "w2", "w3"}
             config = dataclasses.replace(config, dispatch="auto")
+        if {"scores", "w1"} <= frozen and (not shared or "shared1" in frozen):
+            frozen -= {"x"}
         return cls(
-            entry, tokens, dim, hidden, experts, top_k, routing, activation, before, biased, stored, weights, lora,
-            shared, tuple(sorted(frozen)), travels, *dtypes, config,
+            entry, tokens, dim, hidden, experts, top_k, routing, activation, before, biased, stored, lies, weights,
+            lora, shared, tuple(sorted(frozen)), travels, *dtypes, config,
         )  # fmt: skip
 
     @property
@@ -145,8 +160,8 @@ class Layer(NamedTuple):
 
 
 PLAIN = Layer(
-    "routed_experts", 300, 256, 128, 8, 3, "random", "swiglu", False, False, "apart", "trained", (), "", (), False,
-    torch.float32, torch.float32, Fp8FlowMoEConfig(),
+    "routed_experts", 300, 256, 128, 8, 3, "random", "swiglu", False, False, "apart", "rows", "trained", (), "", (),
+    False, torch.float32, torch.float32, Fp8FlowMoEConfig(),
 )  # fmt: skip
 
 
@@ -163,23 +178,21 @@ class Tensors(NamedTuple):
         T, D, H, E = layer.tokens, layer.dim, layer.hidden, layer.experts
         gated, dtype = layer.spec.gated, layer.weight_dtype
 
-        def matrix(*shape: int) -> Tensor:
-            return (torch.randn(*shape) / 12).to(dtype)
+        def matrix(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return lie((torch.randn(*shape) / 12).to(dtype), layer.lies)
 
         leaves = dict(x=torch.randn(T, D).to(layer.dtype), scores=torch.rand(T, layer.top_k) + 0.1)
         joined = layer.stored != "apart"
         leaves["w1"] = matrix(E, 2 * H if joined else H, D)
         leaves["w2"] = matrix(E, D, H)
-        if layer.stored == "transposed":
-            leaves |= {name: leaves[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("w1", "w2")}
         if gated and not joined:
             leaves["w3"] = matrix(E, H, D)
         if layer.biased:
             leaves |= {f"b{name[1]}": matrix(*w.shape[:2]) for name, w in leaves.items() if name[0] == "w"}
+        rank = int(torch.randint(1, 20, ()))
         for name in layer.lora:
             N, K = leaves[name].shape[1:]
-            r = int(torch.randint(1, 20, ()))
-            leaves |= {f"{name}_A": torch.randn(E, r, K) / 12, f"{name}_B": torch.randn(E, N, r) / 12}
+            leaves |= {f"{name}_A": matrix(E, rank, K), f"{name}_B": matrix(E, N, rank)}
         if layer.shared:
             fused = gated and layer.shared == "fused"
             leaves |= dict(shared1=matrix(2 * H if fused else H, D), shared2=matrix(D, H))
@@ -203,6 +216,13 @@ class Tensors(NamedTuple):
         return self._replace(leaves=leaves, dout=self.dout.index_fill(0, tokens, float("inf")))
 
 
+def lie(t: Tensor, how: str) -> Tensor:
+    """The values in other memory."""
+    if how == "swapped":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return torch.cat([t, torch.ones_like(t[..., :16])], -1)[..., : t.shape[-1]] if how == "wider" else t
+
+
 def magnitudes(tokens: int) -> Tensor:
     """Powers of two (T, 1): a scale that tokens share would be seen."""
     return torch.exp2(torch.randint(-4, 5, (tokens, 1)))
@@ -210,25 +230,44 @@ def magnitudes(tokens: int) -> Tensor:
 
 ADAPTER_SCALE = 0.5
 PER_OP = functools.partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
-CHECKPOINTS = (
-    functools.partial(checkpoint, use_reentrant=False),
-    functools.partial(checkpoint, use_reentrant=False, context_fn=PER_OP),
-)
+WAYS = "whole checkpoint", "checkpoint by op", "compiled", "autocast"
 BY_TOKEN = {"out", "x", "scores", "shared_scores"}
 
 
-def once(run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-    return run(ids)
+def call_in(way: str, layer: Layer, run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    if way == "compiled":
+        torch._dynamo.reset()
+        on_host = layer.travels and layer.config.dispatch == "all_to_all"  # which reads sizes there
+        dynamic = True if layer.tokens in (0, 20) and "kept" not in layer.weights else None  # takes ten times as long
+        return torch.compile(run, backend="aot_eager", fullgraph=not on_host, dynamic=dynamic)(ids)
+    if "checkpoint" in way:
+        return checkpoint(run, ids, use_reentrant=False, **dict(context_fn=PER_OP) if "by op" in way else {})
+    # A trainer's autocast means bf16: experts' products stay fp32, and FFNs return bf16.
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=way == "autocast" and layer.entry != "feed_forward"):
+        return run(ids)
 
 
-def ours(layer: Layer, tensors: Tensors, *around: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """The output and all gradients of the package's layer, of the last call ``around`` it; by default of one call."""
+def ours(layer: Layer, tensors: Tensors, *ways: str) -> dict[str, Tensor]:
+    """The output and all gradients of the package's layer, called in the last of the ``ways``; the first is by itself.
+    Of several ways the first runs its backward once more for x alone, and once to leave gradients in the leaves."""
     leaves = {n: t.to(DEVICE).detach().requires_grad_(n not in layer.frozen) for n, t in tensors.leaves.items()}
     run, ids = _entry(layer, leaves), tensors.ids.to(DEVICE)
-    for call in around or (once,):
-        out = call(run, ids)
-        trained = {name: t for name, t in leaves.items() if t.requires_grad}
-        grads = torch.autograd.grad(out, trained.values(), tensors.dout.to(DEVICE))
+    trained = {name: t for name, t in leaves.items() if t.requires_grad}
+    for way in ("", *ways):
+        out = call_in(way, layer, run, ids)
+        again = bool(ways) and not way
+        grads = torch.autograd.grad(out, trained.values(), dout := tensors.dout.to(DEVICE), retain_graph=again)
+        if again:
+            some = {name: grad for name, grad in zip(trained, grads, strict=True) if name == "x"} or trained
+            alone = torch.autograd.grad(out, [trained[name] for name in some], dout, retain_graph=True)
+            out.backward(dout)
+            left = [t.grad for t in trained.values()]
+            assert_equal(map(local_of, (*alone, *left)), map(local_of, (*grads[: len(alone)], *grads)))
+            for (name, t), grad in zip(trained.items(), left, strict=True):
+                assert is_dense(local_of(grad)) and steps(grad) == steps(local_of(grad)), name
+                assert steps(grad) == steps(t) or not is_dense(local_of(t)), name
+    for name, grad in zip(trained, grads, strict=True):
+        assert is_dense(local_of(grad)) and steps(grad) == steps(local_of(grad)), name
     return dict(out=out.detach(), **dict(zip(trained, map(local_of, grads), strict=True)))
 
 
@@ -237,7 +276,10 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
     x, scores = leaves["x"], leaves["scores"]
     weights: list[Any] = [leaves.get(name) for name in ("w1", "w2", "w3")]
     if layer.weights == "fp8":
-        weights = [None if w is None else Fp8Weight.quantize(w) for w in weights]
+        weights = [None if w is None else Fp8Weight.quantize(w.contiguous()) for w in weights]
+    if layer.weights == "gathered":
+        weights = [None if w is None else gathered(w) for w in weights]
+        leaves |= {name: w for name, w in zip(("w1", "w2", "w3"), weights, strict=True) if w is not None}
     how: dict[str, Any] = dict(
         activation=layer.activation, activation_parameters=REACHED.get(layer.activation),
         score_before_experts=layer.score_before_experts,
@@ -250,10 +292,24 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
         config = dataclasses.replace(layer.config, **caching) if "kept" in layer.weights else layer.config
         how["ep_group"] = dist.group.WORLD if layer.travels else None
         sizes = layer.experts, layer.dim, layer.hidden
-        module = RoutedExperts(*sizes, config=config, bias=layer.biased, device=DEVICE, dtype=layer.weight_dtype, **how)
-        module.load_state_dict({name: leaves[name] for name in module.state_dict()})
-        for name, parameter in module.named_parameters():
-            leaves[name] = parameter.requires_grad_(name not in layer.frozen)
+        more: dict[str, Any] = dict(bias=layer.biased, device=DEVICE, dtype=layer.weight_dtype)
+        if layer.weights == "fp8":
+            module: Any = RoutedExperts.from_fp8(*weights, config=config, **how)
+        else:
+            module = RoutedExperts(*sizes, config=config, **more, **how)
+        if layer.lora:
+            rank = leaves[f"{layer.lora[0]}_A"].shape[1]
+            module.add_lora(rank, ADAPTER_SCALE * rank, weights=layer.lora, dtype=layer.weight_dtype)
+        for path, parameter in list(module.named_parameters()):
+            kind, _, of = path.rpartition(".")
+            name = f"{of}_{kind[-1]}" if kind else of
+            if name not in leaves or (layer.weights == "fp8" and not kind):
+                continue
+            values = leaves[name].detach()
+            if isinstance(parameter, DTensor):
+                values = DTensor.from_local(values, parameter.device_mesh, parameter.placements, run_check=False)
+            leaves[name] = torch.nn.Parameter(values, requires_grad=name not in layer.frozen)
+            setattr(module.get_submodule(kind), of, leaves[name])
         return lambda ids: module(x, ids, scores, **options)
     if layer.entry == "feed_forward":
         matrices = ExpertWeights(*map(leaves.__getitem__, ("shared1", "shared2", "shared3")))
@@ -270,7 +326,7 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
     options["cache"] = WeightCache() if layer.weights == "kept" else None
 
     def grouped(ids: Tensor) -> Tensor:
-        ends = torch.bincount(ids[ids >= 0], minlength=layer.experts).cumsum(0).int()
+        ends = (ids == torch.arange(layer.experts, device=DEVICE)).sum(0).cumsum(0).int()
         return grouped_ffn(x, *weights, ends, scores=scores[:, 0], **options)
 
     return grouped
@@ -333,6 +389,11 @@ def steps(t: Tensor) -> list[int]:
     return [step for size, step in zip(t.shape, t.stride(), strict=True) if size > 1] if t.numel() else []
 
 
+def is_dense(t: Tensor) -> bool:
+    last = sum((size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True))
+    return t.numel() in (0, 1 + last)
+
+
 def slope(got: Tensor, want: Tensor) -> float:
     """The factor by which ``want`` fits ``got`` best."""
     got, want = got.double().flatten(), want.double().flatten()
@@ -359,10 +420,15 @@ def test_any_layer(drawn_layer, group):
     layer, tensors = Layer.draw(drawn_layer), Tensors.of(Layer.draw(drawn_layer), drawn_layer)
     got = ours(layer, tensors)
     assert not (wrong := compare(got, wanted(layer, tensors))), (layer, wrong)
-    again = ours(layer, tensors, once, CHECKPOINTS[drawn_layer % len(CHECKPOINTS)])
+    way = WAYS[drawn_layer % len(WAYS)]
+    fails = layer.entry == "RoutedExperts" and TorchVersion(torch.__version__) < (2, 13)  # on DTensors around the layer
+    if way == "compiled" and (fails or layer.weights == "gathered"):
+        way = "autocast"
+    again = ours(layer, tensors, way)
     assert_equal(again.values(), got.values())
-    for name in got.keys() - {"out"}:
-        assert steps(got[name]) == steps(tensors.leaves[name]), name
+    for name in got.keys() - {"out"}:  # gradients of gate and up apart are made as rows
+        if layer.lies == "rows" or (layer.stored != "apart" and layer.lies == "swapped" and name in ("w1", "w2")):
+            assert steps(got[name]) == steps(tensors.leaves[name]), name
     some, others = torch.randperm(layer.tokens).split([layer.tokens // 2, layer.tokens - layer.tokens // 2])
     if layer.entry == "grouped_ffn":  # whose rows are sorted
         some = some.sort().values

@@ -1,15 +1,18 @@
-"""Frozen experts that are stored in FP8."""
+"""Weights in FP8: frozen experts that are stored so, and parameters that FSDP gathers so."""
 
 import copy
-import functools
 import io
+import pickle
+import types
+import weakref
 
 import pytest
 import torch
 
 from experiments import reference
-from tests.layer import DEVICE, assert_equal, make_layer, refused
-from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, recipe, routed_experts
+from tests.layer import DEVICE, CastCounter, assert_equal, gathered, make_layer, refused
+from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Fp8Weight, Lora, RoutedExperts, ops, recipe, routed_experts
+from titan_fp8moe.layer import fp8_gather
 
 
 def make_inputs():
@@ -22,30 +25,25 @@ def fused(w1, w3):
     return Fp8Weight(*(torch.cat([a.view(torch.uint8), b.view(torch.uint8)], 1).view(a.dtype) for a, b in pairs))
 
 
-def grads(out, leaves):
-    return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
-
-
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_equal_to_dequantized_weights(recompute, compiled):
-    """Output and gradients, bit for bit: three weights, gate and up in one, and the module; also in one graph."""
-    (x, scores), ids, stored = make_inputs()
-    config, leaves = Fp8FlowMoEConfig(recompute=recompute), [x, scores]
-    w1, w2, w3 = (w.dequantize() for w in stored)
-    assert all(torch.equal(w.dequantize(), w.dequantize(torch.float32).bfloat16()) for w in stored)
-    want = grads(routed_experts(x, w1, w2, w3, ids, scores, config=config), leaves)
-    q1, q2, q3 = stored
+def test_equal_to_dequantized_weights(recompute):
+    """Output and gradients, bit for bit: three weights, gate and up in one, and the module."""
+    (x, scores), ids, (q1, q2, q3) = make_inputs()
+    w1, w2, w3 = plain = [w.dequantize() for w in (q1, q2, q3)]
+    assert all(map(torch.equal, plain, (w.dequantize(torch.float32).bfloat16() for w in (q1, q2, q3))))
+    config = Fp8FlowMoEConfig(recompute=recompute)
     experts = RoutedExperts.from_fp8(q1, q2, q3, config=config)
-    calls = [
-        lambda: routed_experts(x, q1, q2, q3, ids, scores, config=config),
-        lambda: routed_experts(x, fused(q1, q3), q2, None, ids, scores, config=config),
-        lambda: experts(x, ids, scores),
-    ]
-    for call in calls[2:] if compiled else calls:
-        torch._dynamo.reset()
-        call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
-        assert_equal(grads(call(), leaves), want)
+    want, *found = (
+        [out, *torch.autograd.grad(out.sum(), [x, scores])]
+        for out in (
+            routed_experts(x, w1, w2, w3, ids, scores, config=config),
+            routed_experts(x, q1, q2, q3, ids, scores, config=config),
+            routed_experts(x, fused(q1, q3), q2, None, ids, scores, config=config),
+            experts(x, ids, scores),
+        )
+    )
+    for got in found:
+        assert_equal(got, want)
 
 
 def test_the_module_keeps_bytes():
@@ -141,34 +139,50 @@ def test_biases_and_adapters_padded_with_zeros():
         routed_experts(x, *stored, ids, scores, lora=loras[0])
 
 
-def test_misuse_is_named():
-    (x, scores), ids, (q1, q2, q3) = make_inputs()
-    trained = Fp8Weight(q2.q.detach().requires_grad_(), q2.scale)
-    with refused("w2 is stored in FP8 and requires a gradient", "requires_grad_(False)"):
-        routed_experts(x, q1, trained, q3, ids, scores)
-    with torch.no_grad():
-        routed_experts(x, q1, trained, q3, ids, scores)
-    with refused("w2 must be contiguous e4m3", "of_blocks"):
-        routed_experts(x, q1, Fp8Weight(q2.q, recipe.exp2(recipe.exponent(q2.scale)).half()), q3, ids, scores)
-    with refused("w1 must be contiguous e4m3 (E, N, K), N and K multiples of 128"):
-        w1, w3 = (Fp8Weight(w.q[:, :112].contiguous(), w.scale[:, :0]) for w in (q1, q3))
-        w2 = Fp8Weight(q2.q[:, :, :112].contiguous(), q2.scale[:, :, :0])
-        routed_experts(x, w1, w2, w3, ids, scores)
-    with refused("all of one dtype"):
-        routed_experts(x, q1, q2.dequantize(), q3, ids, scores)
+# --- gathered in FP8 by FSDP ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hidden", [80, 96, 112])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_stored_weights_are_padded(hidden, compiled):
-    inputs = reference.make_layer(64, 256, hidden, 4, 2, torch.bfloat16, DEVICE)
-    x, scores, ids, (w1, w2, w3) = inputs._replace(weights=[w.bfloat16() for w in inputs.weights])
-    stored = [Fp8Weight.quantize(w) for w in (w1, w2, w3)]
-    call = functools.partial(routed_experts, topk_ids=ids, topk_scores=scores)
-    if compiled:
-        call = torch.compile(call, backend="aot_eager", fullgraph=True)
-    want = call(x, w1, w2, w3)
-    assert torch.equal(call(x, *stored), want)
-    interleaved = Fp8Weight.quantize(torch.stack((w1, w3), 2).flatten(1, 2))
-    got = call(x, interleaved, stored[1], None, interleaved=True)
-    assert reference.relative_error(got, want) < 0.1
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_weights_that_come_quantized_are_not_quantized_again(recompute):
+    x, scores, chosen, weights = make_layer()
+    leaves = [t.requires_grad_() for t in (x, scores, *map(gathered, weights))]
+    with CastCounter() as counter:
+        out = routed_experts(x, *leaves[2:], chosen, scores, config=Fp8FlowMoEConfig(recompute=recompute))
+        torch.autograd.grad(out.sum(), leaves)
+    assert "quantize_weights" not in counter.ops and not counter.stray_casts
+
+
+def test_weights_that_come_quantized_have_no_other_values():
+    weight = gathered(torch.randn(2, 128, 256))
+    assert weight.view_as(weight).quantized is weight.quantized
+    assert weight.as_strided(weight.shape, weight.stride(), 0).quantized is weight.quantized
+    transposed = weight.shape, (128 * 256, 1, 128)
+    views = (lambda w: w[0], lambda w: w.view(-1), lambda w: w.as_strided(*transposed))
+    for read in (torch.Tensor.sum, torch.Tensor.clone, torch.Tensor.double, *views):
+        with pytest.raises(NotImplementedError, match="fp8_flow_moe.fp8_all_gather = false"):
+            read(weight)
+
+
+def test_weights_gathered_elsewhere_are_not_taken_for_these():
+    """FSDP refills the memory that it gathered into the first time; the parameter is not made anew."""
+    weight = gathered(torch.randn(2, 128, 256))
+    here = [t.view(torch.uint8) for t in weight.quantized]
+    elsewhere = [t.clone() for t in here]
+    fp8_gather._post_all_gather(here, None, weight.dtype, out=weight)
+    with pytest.raises(RuntimeError, match="fp8_flow_moe.fp8_all_gather = false"):
+        fp8_gather._post_all_gather(elsewhere, None, weight.dtype, out=weight)
+
+
+def test_parameters_to_be_gathered_can_be_copied_and_saved():
+    shard = torch.randn(2, 128, 128)
+    fp8_gather.gather_in_fp8(types.SimpleNamespace(_local_tensor=shard))
+    mesh_and_policy = [None] * 5
+    (q, scale), _ = shard.fsdp_pre_all_gather(*mesh_and_policy)
+    want = ops.quantize_weight(shard)
+    assert torch.equal(q, want.q.view(torch.uint8)) and torch.equal(scale, want.scale.view(torch.uint8))
+    for other in (pickle.loads(pickle.dumps(shard)), copy.deepcopy(shard)):
+        assert torch.equal(other, shard)
+        assert other.fsdp_pre_all_gather.shard() is None
+    alive = weakref.ref(shard)
+    del shard
+    assert alive() is None

@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torchtitan.distributed.expert_parallel import ExpertParallel
-from torchtitan.models.moe.moe import MoE, MoEArgs
+from torchtitan.models.moe.moe import FeedForward, MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
 from tests.layer import DEVICE
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE, _of_this_rank
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE, _of_this_rank, why_not_fp8
 
 
 def make_converted() -> MoE:
@@ -24,6 +24,17 @@ def make_converted() -> MoE:
         layer.init_weights(0.02, torch.device(DEVICE))
     Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
     return layer
+
+
+def test_which_shared_experts_can_be_fp8():
+    assert why_not_fp8(FeedForward(256, 512), 2) is None
+    assert why_not_fp8(FeedForward(256, 512), 32) is None  # padded
+    assert "hidden dim 512 / 64 none of 16" in why_not_fp8(FeedForward(256, 512), 64)
+    assert "model dim 200" in why_not_fp8(FeedForward(200, 256), 1)
+    other = FeedForward(256, 256)
+    other.w2 = torch.nn.Linear(256, 256)
+    assert why_not_fp8(other, 1) == "FeedForward of Linear, Linear, Linear"
+    assert why_not_fp8(torch.nn.Identity(), 1) == "Identity of NoneType, NoneType, NoneType"
 
 
 class TopKCounter(TorchDispatchMode):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_fp8moe"
 TIMEOUT = 400  # seconds for the tests of one mutation; one that hangs is noticed
-CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_weights.py", "test_dense.py"]
+CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_costs.py", "test_dense.py"]
 ADAPTER = ["test_converter.py", "test_compat.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
@@ -65,12 +65,12 @@ TESTS = {
     "torchtitan/": [*ADAPTER, "test_settings.py", "test_modules.py", "test_compiling.py", "test_overlap.py"],
     "layer/statistics": ["test_statistics.py"],
     "layer/lora": ["test_lora.py"],
-    "layer/ffn": ["test_lora.py", *CORE, "test_shared_experts.py", "test_grouped_ffn.py", "test_statistics.py"],
+    "layer/ffn": ["test_lora.py", *CORE, "test_grouped.py", "test_statistics.py"],
     "kernels/sizes": ["kernels/test_swiglu.py"],
-    "layer/operands": ["test_weights.py", "test_cache.py", "test_fp8_weights.py"],
+    "layer/operands": ["test_cache.py", "test_fp8_weights.py", "test_grouped.py"],
     "ops/lora": ["test_lora.py"],
-    "ops/swiglu": ["test_ops.py", "test_model_experts.py"],
-    "ops/quantize": ["test_ops.py", "test_weights.py", "test_cache.py", "test_fp8_weights.py"],
+    "ops/swiglu": ["test_ops.py", "test_any_layer.py"],
+    "ops/quantize": ["test_ops.py", "test_cache.py", "test_fp8_weights.py"],
     "activations": ["test_recipe.py", "kernels/test_swiglu.py"],
     "nn/lora": ["test_lora.py"],
     "trainer/preflight": ["test_checks.py", "test_converter.py", "test_settings.py"],
@@ -85,21 +85,20 @@ TESTS = {
         "distributed/test_faults.py",
         "distributed/test_rows.py",
     ],
-    "layer/checks": [*CORE, "test_fp8_weights.py"],
-    "layer/group": [*CORE, "test_shared_experts.py", "test_statistics.py"],
-    "layer/weights": [*CORE, "test_model_experts.py"],
-    "layer/experts": ["test_moe.py", "test_public_api.py", "test_shared_experts.py", "test_overlap.py"],
-    "nn/grouped_ffn": ["test_grouped_ffn.py"],
-    "nn/grouped_mm": ["test_matmul.py", "test_moe.py"],
+    "layer/checks": ["test_refusals.py", *CORE, "test_fp8_weights.py"],
+    "layer/group": [*CORE, "test_statistics.py"],
+    "layer/weights": [*CORE, "test_gradient_layouts.py"],
+    "layer/experts": ["test_any_layer.py", "test_costs.py", "test_public_api.py", "test_overlap.py"],
+    "nn/grouped": ["test_grouped.py", "test_refusals.py"],
     "nn/routing_replay": ["test_routing_replay.py"],
     "nn/parallel": ["test_parallel.py", "distributed/test_parallel.py"],
-    "nn/modules": ["test_public_api.py", "test_dense.py", "test_weights.py", "test_fp8_weights.py"],
-    "ops/backend": ["test_ops.py", "test_moe.py", "test_exported.py"],
+    "nn/modules": ["test_public_api.py", "test_dense.py", "test_fp8_weights.py"],
+    "ops/backend": ["test_ops.py", "test_moe.py", "test_graphs.py"],
     "ops/self_check": ["test_doctor.py"],
     "recipe": [*CORE, "kernels/test_permute.py", "distributed/test_rows.py"],
     "doctor": ["test_doctor.py"],
     "versions": ["test_versions.py"],
-    "": [*CORE, "test_shared_experts.py"],
+    "": CORE,
 }
 # They train nothing by themselves, or their tests need torchtitan 0.3.
 LEFT_OUT = ("transformers.py", "peft.py", "torchao.py", "export_fp8", "__init__.py", "torchtitan03")

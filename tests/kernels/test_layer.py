@@ -151,7 +151,8 @@ def test_rows_do_not_depend_on_the_batch(on_kernels, generator):
 @pytest.mark.parametrize("stored", ["apart", "transposed", "interleaved"])
 def test_kernels_give_the_reference_of_padded_sizes(request, seed, stored):
     bf16 = torch.bfloat16
-    layer = PLAIN._replace(tokens=70, dim=192, hidden=80, stored=stored, biased=True, dtype=bf16, weight_dtype=bf16)
+    layer = PLAIN._replace(tokens=70, dim=192, hidden=80, biased=True, dtype=bf16, weight_dtype=bf16)
+    layer = layer._replace(stored="fused", lies="swapped") if stored == "transposed" else layer._replace(stored=stored)
     layer = layer._replace(activation="clamped_swiglu", experts=4, top_k=2)
     tensors = Tensors.of(layer, seed)
     want = wanted(layer, tensors)
@@ -161,7 +162,7 @@ def test_kernels_give_the_reference_of_padded_sizes(request, seed, stored):
         assert steps(got) == steps(tensors.leaves.get(name, got)), name
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/test_matmul.py compares the kernels with float64")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_grouped.py compares the kernels with float64")
 @pytest.mark.parametrize("transposed", [True, False])
 def test_grouped_mm_gives_the_reference(generator, request, transposed):
     """The one product, with an empty group, one row, and unused rows at the end."""
@@ -184,7 +185,7 @@ def test_grouped_mm_gives_the_reference(generator, request, transposed):
     assert not got.isnan().any()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/test_grouped_ffn.py compares the kernels with float64")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_grouped.py compares the kernels with float64")
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_grouped_ffn_gives_the_reference(generator, request, recompute):
     """An FFN of rows, with an empty group, one row, and rows at the end that hold NaN on the kernels."""

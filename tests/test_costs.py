@@ -1,0 +1,230 @@
+"""What a layer casts, multiplies, saves, allocates and frees: routed experts alone and beside shared ones."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer, saved_bytes
+from tests.specs import SETTINGS
+from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
+from titan_fp8moe.kernels import launch
+from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.run import Experts, run_layer
+from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.recipe import group_rows, row_capacity
+from titan_fp8moe.spec import ExpertSpec
+
+SHARED_H = 256
+
+
+def make_inputs(tokens=T, dtype=torch.float32, scored=False):
+    """x, scores, the experts' w1, w2, w3, the shared experts', and any scores of these, as leaves; and the chosen
+    experts."""
+    x, scores, ids, weights = make_layer(tokens, dtype=dtype)
+    shared = [torch.randn(s, device=DEVICE) * 0.05 for s in ((SHARED_H, D), (D, SHARED_H), (SHARED_H, D))]
+    more = [torch.rand(tokens, device=DEVICE)] if scored else []
+    return [t.requires_grad_() for t in (x, scores, *weights, *shared, *more)], ids
+
+
+def run(leaves, ids, config=SETTINGS[1], **kwargs):
+    x, scores, *rest = leaves
+    if len(leaves) > 5:
+        kwargs |= dict(shared=ExpertWeights(*rest[3:6]), shared_scores=rest[6] if len(rest) > 6 else None)
+    return apply_layer(x, ExpertWeights(*rest[:3]), ids, scores, config=config, **kwargs)
+
+
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+@pytest.mark.parametrize("kind", ["alone", "shared", "scored"])
+def test_two_casts_and_no_other_kernel(kind, recompute):
+    """One quantization in the forward, one in the backward, and no other way into fp8 but the fused functions, inside
+    of which the reference casts on a CPU. Shared experts share both, and add no sum of outputs or gradients."""
+    leaves, ids = make_inputs(scored=kind == "scored")
+    leaves, both = leaves[: 5 if kind == "alone" else None], 2 - (kind == "alone")
+    with CastCounter() as forward:
+        out = run(leaves, ids, Fp8FlowMoEConfig(recompute=recompute))
+    with CastCounter() as backward:
+        out.backward(torch.randn_like(out))
+    assert not forward.stray_casts and not backward.stray_casts
+    once = {"quantize_rows" if kind == "alone" else "quantize_group": 1, "permute_rows": 1}
+    again = int(recompute == "experts")
+    assert forward.ops == once | dict(
+        routed_experts_forward=1, expert_routing=1, quantize_weights=2 * both, grouped_mm=2 * both,
+        swiglu_quantize=both, unpermute_sum=1,
+    )  # fmt: skip
+    assert backward.ops == once | dict(
+        routed_experts_hidden_gradients=1, routed_experts_gradients=1, permute_rows=1 + again,
+        grouped_mm=(2 + again) * both, quantize_weights=(2 + again) * both, swiglu_quantize_backward=both,
+        transpose_pair=2 * both, grouped_mm_wgrad=2 * both, unpermute_gradients=1,
+    )  # fmt: skip
+    assert backward.args["swiglu_quantize_backward"][6] == (recompute != "none")  # a kept operand is not made again
+
+
+def test_routing_tensors_reach_the_op_contiguous():
+    """The kernels read a row of choices as one piece of memory."""
+    x, scores, chosen, weights = make_layer()
+    with CastCounter() as counter:
+        got = routed_experts(x, *weights, *(t.t().contiguous().t() for t in (chosen, scores)))
+    assert torch.equal(got, routed_experts(x, *weights, chosen, scores))
+    given = counter.args["routed_experts_forward"]
+    seen = [arg for arg in given if isinstance(arg, Tensor) and arg.shape == chosen.shape]
+    assert len(seen) == 2 and all(t.is_contiguous() for t in seen)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_saved_bytes(config):
+    """Of the shared experts: h as the settings say, the rows' scales once more, column-major; x and its scales once;
+    and 4 bytes per token if it has a score."""
+
+    def fp8(width):
+        return width + width // 128
+
+    def ffn(width, rows):
+        h = 0 if config.recompute == "experts" else fp8(2 * width) if config.save_h == "fp8" else 4 * width
+        return rows * (h + (fp8(width) if config.recompute == "none" else 0))
+
+    rows, group = row_capacity(T * K, E), group_rows(T)
+    routing = rows * 8 + T * K * 4 + E * 4
+    x = group * (fp8(D) + D // 128) + 4
+    want = routing + x + ffn(H, rows) + ffn(SHARED_H, group)
+    for scored in (False, True):
+        leaves, ids = make_inputs(dtype=torch.bfloat16, scored=scored)
+        weights, saved = {leaf.data_ptr() for leaf in leaves[2:8]}, []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved, weights=weights: t.data_ptr() in weights or saved.append(t.nbytes) or t, lambda t: t
+        ):
+            run(leaves, ids, config)
+        assert sum(saved) == want + 4 * group * scored
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts"])
+@pytest.mark.parametrize(
+    "frozen", [(0,), (1,), (0, 1), (2, 3, 4), (5, 6, 7), tuple(range(2, 8)), tuple(range(8))], ids=str
+)
+def test_what_is_frozen_costs_neither_products_nor_rows(group, frozen, recompute):
+    """Of the routed or the shared experts, with and without a dispatch that travels; other gradients stay. Without a
+    dispatch both read the same rows: they go if nobody trains."""
+    leaves, ids = make_inputs(64, scored=True)
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    flags = dict(frozen={2, 3, 4} <= set(frozen), shared_frozen={5, 6, 7} <= set(frozen))
+    for ep_group in (None, group):
+        forward = functools.partial(run, ids=ids, config=config, ep_group=ep_group)
+        out, trained = saved_bytes(functools.partial(forward, leaves))
+        want = torch.autograd.grad(out.square().sum(), leaves)
+        some = [leaf.detach().requires_grad_(i not in frozen) for i, leaf in enumerate(leaves)]
+        for options in (flags, {}):
+            out, kept = saved_bytes(functools.partial(forward, some, **options))
+            assert (kept < trained) == (recompute == "none" and any(options.values()))
+            with CastCounter() as backward:
+                got = torch.autograd.grad(out.square().sum(), [leaf for leaf in some if leaf.requires_grad])
+            assert all(map(torch.equal, got, [grad for i, grad in enumerate(want) if i not in frozen]))
+            assert backward.ops["grouped_mm_wgrad"] == 4 - 2 * sum(flags.values())
+            needed = 4 if 0 not in frozen else 3 if 1 not in frozen and ep_group else 2
+            assert backward.ops["grouped_mm"] == needed + 2 * (recompute == "experts")
+            assert ep_group or backward.ops["unpermute_gradients"] == (0 not in frozen)
+
+
+@pytest.mark.parametrize("save_h", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["experts", "recomputed experts", "ffn"])
+def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, kind, save_h):
+    """h and dx. With activation checkpointing; without it autograd holds what was saved until the layer's backward
+    ends."""
+    x, scores, chosen, weights = make_layer()
+    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
+    again = "recomputed" in kind
+    config = Fp8FlowMoEConfig(recompute="experts" if again else "activation", save_h="bf16" if again else save_h)
+    wgrad, read, alive = ops.grouped_mm_wgrad, {}, []
+
+    def watch(name, position):
+        op = getattr(ops, name)
+
+        def wrapper(*args, **options):
+            read[name] = weakref.ref(args[position])
+            return op(*args, **options)
+
+        monkeypatch.setattr(ops, name, wrapper)
+
+    watch("swiglu_quantize_backward", 1)
+    watch("unpermute_gradients", 0)
+    monkeypatch.setattr(
+        ops, "grouped_mm_wgrad", lambda *args: alive.append([r() is not None for r in read.values()]) or wgrad(*args)
+    )
+
+    def layer(x):
+        if kind == "ffn":
+            return feed_forward(x, ExpertWeights(*(w[0] for w in leaves[2:])), config)
+        return routed_experts(x, *leaves[2:], chosen, leaves[1], config=config)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
+    for kwargs in ({}, dict(context_fn=contexts)):
+        checkpoint(layer, leaves[0], use_reentrant=False, **kwargs).sum().backward()
+    assert alive == [[False] * (1 if kind == "ffn" else 2)] * 4
+
+
+# --- allocations ------------------------------------------------------------------------------------------------------
+
+
+def store(how: str, w1: Tensor, w2: Tensor, w3: Tensor) -> list[Tensor]:
+    """The weights as a layer takes them."""
+    if how == "apart":
+        return [w1, w2, w3]
+    weights = [torch.stack([w1, w3], 2).flatten(1, 2) if "interleaved" in how else torch.cat([w1, w3], 1), w2]
+    return [w.mT.contiguous().mT for w in weights] if "transposed" in how else weights
+
+
+class Allocations(TorchDispatchMode):
+    """The sizes in bytes of bf16 and fp32 tensors that are allocated, of at least ``floor`` values; and names of the
+    kernels among ``launches``, which it empties: a tensor that is kept would not become a gradient."""
+
+    def __init__(self, floor: int, launches: list):
+        super().__init__()
+        self.floor, self.launches, self.found, self.kernels = floor, launches, [], []
+        self.storages = {}  # kept, so that no address is used again
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "titan_fp8moe":
+            with self:
+                out = func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **(kwargs or {}))
+            self.kernels += [kernel.kernel.__name__ for kernel, *_ in self.launches]
+            self.launches.clear()
+            return out
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor):
+                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.storages:
+                self.storages[t.untyped_storage()._cdata] = t.untyped_storage()
+                if t.dtype in (torch.bfloat16, torch.float32) and t.numel() >= self.floor:
+                    self.found.append((func._opname, t.numel()))
+        return out
+
+
+@pytest.mark.parametrize("how", ["apart", "fused", "fused transposed", "interleaved", "interleaved transposed"])
+@pytest.mark.parametrize(("D", "H"), [(64, 16), (192, 80), (320, 144)])  # gpt-oss's 2880 is 64 modulo 128
+def test_no_temporary_of_a_parameters_size(D, H, how):
+    """Beside the gradients there are quantized weights only, and autograd takes the gradients without a copy. Kernels
+    are recorded, not run."""
+    experts, tokens = 256, 2
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    weights = store(how, meta(experts, H, D), meta(experts, D, H), meta(experts, H, D))
+    leaves = [w.detach().requires_grad_() for w in weights]
+    ids, scores = torch.empty(tokens, 1, dtype=torch.int64, device="meta"), meta(tokens, 1).float()
+    expert = ExpertSpec.of("clamped_swiglu", dict(limit=3.0, alpha=1.702, offset=1.0))
+    expert = expert._replace(interleaved="interleaved" in how)
+    with launch.recording() as launches, Allocations(experts * D * H, launches) as mode:
+        layer = Experts(ExpertWeights(*leaves), Fp8FlowMoEConfig(), expert=expert)
+        out = run_layer(meta(tokens, D), ids, scores, layer)
+        out.backward(meta(tokens, D))
+    assert "wgrad_hopper_kernel" in mode.kernels
+    assert [w.grad.stride() for w in leaves] == [w.stride() for w in leaves]
+    # Gate's and up's gradients are one tensor.
+    assert mode.found == [("empty", 2 * experts * H * D), ("empty", experts * D * H)]

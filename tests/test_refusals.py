@@ -1,0 +1,236 @@
+"""What layers refuse: inputs, and the words that name the fault or its remedy. Kernels would notice few of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from experiments.reference import make_layer
+from tests.layer import DEVICE, gathered, refused
+from titan_fp8moe import (
+    Adapter,
+    Fp8FlowLinear,
+    Fp8FlowMoEConfig,
+    Fp8Weight,
+    Lora,
+    RoutedExperts,
+    SharedExperts,
+    grouped_ffn,
+    grouped_mm,
+    recipe,
+    routed_experts,
+)
+from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.weights import ExpertWeights
+
+T, D, H, E, K = 20, 256, 128, 4, 2
+CONFIG = Fp8FlowMoEConfig()
+
+
+def ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, config: Fp8FlowMoEConfig = CONFIG) -> Tensor:
+    return feed_forward(x, ExpertWeights(w1, w2, w3), config)
+
+
+def arguments(call: Any) -> dict[str, Any]:
+    """Arguments that fit."""
+    if call is RoutedExperts:
+        return dict(num_experts=E, dim=D, hidden_dim=H)
+    if call is Fp8FlowLinear:
+        return dict(in_features=D, out_features=H)
+    x, scores, ids, (w1, w2, w3) = make_layer(T, D, H, E, K, device=DEVICE)
+    weights, offs = dict(w1=w1, w2=w2, w3=w3), torch.tensor([3, 3, 15, T], dtype=torch.int32, device=DEVICE)
+    if call is grouped_mm:
+        return dict(x=x.bfloat16(), w=w1.bfloat16().transpose(1, 2), offs=offs)
+    if call is linear:
+        return dict(x=x, w=w1[0], config=CONFIG)
+    if call is ffn:
+        return dict(x=x, **{name: w[0] for name, w in weights.items()})
+    return dict(x=x, **weights) | (dict(offs=offs) if call is grouped_ffn else dict(topk_ids=ids, topk_scores=scores))
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, device=DEVICE)
+
+
+def having(**settings: Any) -> Any:
+    return dict(config=Fp8FlowMoEConfig(**settings))
+
+
+BIASES = dict(b1=zeros(E, H), b2=zeros(E, D), b3=zeros(E, H))
+SHARED = SharedExperts(zeros(H, D), zeros(D, H), zeros(H, D))
+A, B = zeros(E, 8, D), zeros(E, H, 8)
+
+
+def beside(**changes: Any) -> Any:
+    return dict(shared=SHARED._replace(**changes))
+
+
+def adapted(A: Tensor, B: Tensor) -> Any:
+    return dict(lora=Lora(w1=Adapter(A, B, 1.0)))
+
+
+def stored(**changes: Any) -> Any:
+    """All weights in FP8, but for those that ``changes`` make of them."""
+    return {
+        name: lambda w, name=name: changes.get(name, lambda q: q)(Fp8Weight.quantize(w)) for name in ("w1", "w2", "w3")
+    }
+
+
+def narrow(D: int, H: int) -> Any:
+    """Weights of other sizes."""
+    rows, columns = (lambda w: w[:, :H, :D]), lambda w: w[:, :D, :H]
+    return dict(x=lambda x: x[:, :D], w1=rows, w2=columns, w3=rows)
+
+
+def joined(w: Tensor) -> Tensor:
+    return w.repeat(1, 2, 1)
+
+
+NO_GATE, WITHOUT = dict(activation="relu2"), dict(w3=lambda w: None)
+META, SHAPES, ADAPTERS = (lambda t: t.to("meta")), "w1 and w3 must be (E, H, D)", ("A (4, r, 256) and B (4, 128, r)",)
+NEEDS_E4M3 = "must be contiguous e4m3 (E, N, K), N and K multiples of 128"
+REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
+    (routed_experts, dict(x=lambda x: x[1:]), ("x must be (T, D)", "got (19, 256)")),
+    (routed_experts, dict(x=lambda x: x[None]), ("batch dims flattened",)),
+    (routed_experts, dict(x=Tensor.half), ("x must be bf16 or fp32",)),
+    (routed_experts, dict(topk_scores=lambda s: s.repeat(1, 2)), ("topk_scores (T, K) fp32",)),
+    (routed_experts, dict(topk_scores=Tensor.half), ("topk_scores (T, K) fp32 (torch.topk returns scores, then ids)",)),
+    (routed_experts, dict(topk_ids=lambda ids: ids[:, 0]), ("topk_ids (T, K)",)),
+    (routed_experts, dict(topk_ids=Tensor.byte), ("topk_ids (T, K) int32 or int64",)),
+    (routed_experts, dict(w1=lambda w: w[0]), ("w1 (E, H, D)",)),
+    (routed_experts, dict(w2=META), ("must be on one device",)),
+    (routed_experts, dict(w2=lambda w: w.mT), ("w2 (E, D, H)",)),
+    (routed_experts, dict(w2=Tensor.bfloat16), ("all of one dtype",)),
+    (routed_experts, dict(w3=joined), (SHAPES,)),
+    (routed_experts, WITHOUT, ("w1 (E, 2H, D) with w3 None",)),
+    (routed_experts, dict(interleaved=True), ("give it with w3 None",)),
+    (routed_experts, narrow(72, 128), ("got D 72 and H 128; pad the model with zeros",)),
+    (routed_experts, narrow(128, 72), ("got D 128 and H 72; pad the model with zeros",)),
+    (routed_experts, dict(activation="relu"), ("activation is 'relu'; set it to one of",)),
+    (routed_experts, NO_GATE, ("'relu2' has no gate: w1 must be",)),
+    (routed_experts, NO_GATE | WITHOUT | dict(w1=joined), ("'relu2' has no gate: w1 must be",)),
+    (routed_experts, NO_GATE | WITHOUT | dict(interleaved=True), ("with w3 None and a gate",)),
+    (routed_experts, dict(config={"wgrad": "bf16"}), ("got dict; use Fp8FlowMoEConfig(**settings)",)),
+    (routed_experts, having(cache_weights=True), ("cache_weights has no effect on routed_experts",)),
+    (routed_experts, dict(b1=BIASES["b1"]), ("must be b1 (4, 128), b2 (4, 256), b3 (4, 128); got b1 (4, 128)",)),
+    (routed_experts, BIASES | dict(b1=zeros(E, 64)), ("got b1 (4, 64)",)),
+    (routed_experts, BIASES | dict(b1=BIASES["b1"].half()), ("all bf16 or all fp32",)),
+    (routed_experts, NO_GATE | WITHOUT | BIASES, ("the biases must be b1 (4, 128), b2 (4, 256); got",)),
+    (routed_experts, beside(w2=zeros(D + 128, H)), ("w2 (256, H)",)),
+    (routed_experts, beside(w3=None, w1=zeros(320, D), w2=zeros(D, 160)), ("w1 (2H, 256) with w3 None",)),
+    (routed_experts, beside(w1=zeros(H, D).half()), ("all bf16 or all fp32",)),
+    (routed_experts, beside(scores=zeros(T, 1)), ("scores (20,) fp32 or None",)),
+    (routed_experts, beside(scores=zeros(T).bfloat16()), ("scores (20,) torch.bfloat16",)),
+    (routed_experts, beside(w1=zeros(2 * H, D), w3=None) | WITHOUT | dict(w1=joined, interleaved=True),
+     ("w1 and w3 (H, 256), H a multiple of 16, and w2",)),
+    (routed_experts, NO_GATE | WITHOUT | beside(), ("with w3 None, as 'relu2' has no gate",)),
+    (routed_experts, adapted(A, B.mT), (*ADAPTERS, "got (4, 8, 256) on", "and (4, 8, 128)")),
+    (routed_experts, adapted(A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)), (*ADAPTERS, "(32, 256)", "(128, 32)")),
+    (routed_experts, adapted(A[:, :, :128], B), (*ADAPTERS, "got (4, 8, 128)")),
+    (routed_experts, adapted(A, B[:, :, :4]), (*ADAPTERS, "and (4, 128, 4)")),
+    (routed_experts, adapted(A[:, :0], B[:, :, :0]), (*ADAPTERS, "r at least 1; got (4, 0, 256)")),
+    (routed_experts, adapted(A.to("meta"), B), (*ADAPTERS, "got (4, 8, 256) on meta")),
+    (routed_experts, adapted(A.repeat(2, 1, 1), B.repeat(2, 1, 1)), (*ADAPTERS, "got (8, 8, 256)")),
+    (routed_experts, stored(w2=lambda q: Fp8Weight(q.q.detach().requires_grad_(), q.scale)),
+     ("w2 is stored in FP8 and requires a gradient", "requires_grad_(False)")),
+    (routed_experts, stored(w2=lambda q: Fp8Weight(q.q, recipe.exp2(recipe.exponent(q.scale)).half())),
+     ("w2 must be contiguous e4m3", "of_blocks")),
+    (routed_experts, stored(w2=lambda q: Fp8Weight(q.q.mT.contiguous().mT, q.scale)), (f"w2 {NEEDS_E4M3}",)),
+    (routed_experts, stored(w2=lambda q: Fp8Weight(q.q, q.scale[:, :1])), (f"w2 {NEEDS_E4M3}",)),
+    (routed_experts, stored(w2=lambda q: Fp8Weight(q.q.to("meta"), q.scale)), (f"w2 {NEEDS_E4M3}", "on meta")),
+    (routed_experts, stored(
+        w1=lambda q: Fp8Weight(q.q[:, :112].contiguous(), q.scale[:, :0]),
+        w2=lambda q: Fp8Weight(q.q[:, :, :112].contiguous(), q.scale[:, :, :0]),
+        w3=lambda q: Fp8Weight(q.q[:, :112].contiguous(), q.scale[:, :0]),
+    ), (f"w1 {NEEDS_E4M3}",)),
+    (routed_experts, stored(w2=lambda q: q.dequantize()), ("all of one dtype",)),
+    (routed_experts, stored() | NO_GATE, ("'relu2' has no gate: w1 must be",)),
+    (routed_experts, stored() | WITHOUT, ("or w1 (E, 2H, D) with w3 None",)),
+    (routed_experts, WITHOUT | dict(w1=lambda w: gathered(joined(w)[:, :160]), w2=lambda w: gathered(w[:, :, :80])),
+     ("keep them as w1 and w3",)),
+    (routed_experts, dict.fromkeys(("w1", "w2", "w3"), META) | dict(
+        x=torch.empty(2**21, D, device="meta"), topk_ids=torch.empty(2**21, K, dtype=torch.int64, device="meta"),
+        topk_scores=torch.empty(2**21, K, device="meta"),
+    ), ("rows for its 4 experts",)),
+    (grouped_ffn, dict(x=Tensor.half), ("use x.bfloat16()",)),
+    (grouped_ffn, dict(x=lambda x: x[None]), ("x must be (M, D), offs (E,)",)),
+    (grouped_ffn, dict(x=lambda x: x[:, :128]), ("got (20, 128)",)),
+    (grouped_ffn, dict(w1=lambda w: w.mT), ("w1 (E, H, D)",)),
+    (grouped_ffn, dict(w2=lambda w: w.mT), ("w2 (E, D, H)",)),
+    (grouped_ffn, dict(offs=lambda offs: offs[:1]), ("offs (E,) as w1 (E, H, D)",)),
+    (grouped_ffn, dict(offs=Tensor.long), ("use offs.int()",)),
+    (grouped_ffn, dict(offs=META), ("must be on one device",)),
+    (grouped_ffn, dict(scores=zeros(T, 1)), ("scores (M,) or None; got (20, 256), (4,), (20, 1)",)),
+    (grouped_ffn, having(dispatch="symmetric"), ("dispatch has no effect on grouped_ffn",)),
+    (grouped_ffn, having(cache_weights=True), ("cache_weights has no effect on grouped_ffn",)),
+    (grouped_ffn, dict(activation="gelu"), ("set it to one of",)),
+    (grouped_mm, dict(x=Tensor.float), ("x must be bf16",)),
+    (grouped_mm, dict(x=lambda x: x[:, :128]), ("x must be (M, K), w (E, K, N)",)),
+    (grouped_mm, dict(x=lambda x: x[:1].expand(2**21, D)), ("kernels take at most 2097024",)),
+    (grouped_mm, dict(w=lambda w: w.mT), ("as w.transpose(1, 2)",)),
+    (grouped_mm, dict(w=lambda w: w[0]), ("w (E, K, N)",)),
+    (grouped_mm, dict(w=lambda w: w[:1]), ("offs (E,)",)),
+    (grouped_mm, dict(w=lambda w: w[..., :64]), ("K and N must be multiples of 128",)),
+    (grouped_mm, dict(w=Tensor.half), ("w bf16 or fp32",)),
+    (grouped_mm, dict(offs=Tensor.long), ("use offs.int()",)),
+    (grouped_mm, dict(offs=META), ("must be on one device",)),
+    (ffn, dict(w3=lambda w: None), ("w1 and w3 must be (H, D)",)),
+    (ffn, dict(w1=lambda w: w[:120], w2=lambda w: w[:, :120], w3=lambda w: w[:120]), ("D and H multiples of 16",)),
+    (ffn, dict(x=lambda x: x[..., :128]), ("x is (20, 128) and the weights take 256",)),
+    (ffn, dict(x=torch.empty(2**21, D, device="meta")), ("kernels take at most 2097024 rows",)),
+    (linear, dict(w=lambda w: w[:112]), ("the weight is (112, 256); both dims must be multiples of 128",)),
+    (linear, dict(x=Tensor.half), ("x must be bf16 or fp32",)),
+    (RoutedExperts, dict(dtype=torch.float16), ("dtype=torch.bfloat16",)),
+    (RoutedExperts, dict(config={}), ("got dict; use Fp8FlowMoEConfig(**settings)",)),
+    (RoutedExperts, dict(activation="clamped_swiglu", activation_parameters={"limit": -1}),
+     ("limit of activation 'clamped_swiglu' is -1",)),
+    (RoutedExperts, having(fp8_all_gather=True), ("fp8_all_gather has no effect on RoutedExperts",)),
+    (RoutedExperts, having(statistics_every=5), ("statistics_every has no effect on RoutedExperts",)),
+    (RoutedExperts, having(filter_fqns=["layers.1."]), ("filter_fqns has no effect on RoutedExperts",)),
+    (RoutedExperts, having(linear_fqns=["wq."]), ("linear_fqns has no effect on RoutedExperts",)),
+    (Fp8FlowLinear, dict(dtype=torch.float16), ("would be torch.float16",)),
+    (Fp8FlowLinear, dict(config={}), ("Fp8FlowMoEConfig, got dict",)),
+    (Fp8FlowLinear, having(save_h="fp8"), ("save_h has no effect on Fp8FlowLinear",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "said"),
+    [pytest.param(*row, id=f"{i}-{row[0].__name__}-{'-'.join(row[1])}") for i, row in enumerate(REFUSED)],
+)
+def test_what_does_not_fit_is_refused(call, changes, said):
+    given = arguments(call)
+    call(**given)
+    for name, change in changes.items():
+        given[name] = change(given.get(name)) if callable(change) and not isinstance(change, type) else change
+    with refused(*said):
+        call(**given)
+
+
+@pytest.mark.parametrize("call", [routed_experts, grouped_mm, ffn, linear])
+def test_another_than_the_current_device_is_refused(monkeypatch, call):
+    """Kernels would run on the current one, with addresses of the other."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    given = arguments(call)
+    with FakeTensorMode(), refused("x is on cuda:1", "call torch.cuda.set_device"):
+        there = {n: torch.empty(t.shape, dtype=t.dtype, device="cuda:1") for n, t in given.items() if n != "config"}
+        call(**given | there)
+
+
+@pytest.mark.parametrize(("call", "name"), [(grouped_ffn, n) for n in ("x", "w2", "b1")] + [(grouped_mm, "w")])
+def test_dtensors_are_refused(group, call, name):
+    given = arguments(call) | (BIASES if call is grouped_ffn else {})
+    given[name] = DTensor.from_local(given[name], torch.distributed.init_device_mesh(DEVICE, (1,)))
+    with refused("use to_local()"):
+        call(**given)
+
+
+def test_stored_weights_that_require_a_gradient_run_without():
+    given = {name: Fp8Weight.quantize(w) if name[0] == "w" else w for name, w in arguments(routed_experts).items()}
+    want = routed_experts(**given)
+    given["w2"].q.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(routed_experts(**given), want)
