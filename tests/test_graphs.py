@@ -70,6 +70,20 @@ def make_inputs(tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @KINDS
+def test_transforms_and_second_derivatives_are_refused(kind: str):
+    """The first by PyTorch itself."""
+    layer, (x, *rest) = Layer(kind), make_inputs()
+    for transform in (
+        lambda: torch.vmap(lambda x: layer(x, *rest))(x[None]),
+        lambda: torch.func.grad(lambda x: layer(x, *rest).sum())(x),
+    ):
+        with pytest.raises(RuntimeError):
+            transform()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(layer(x, *rest).sum(), x, create_graph=True)
+
+
+@KINDS
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_tokens_selected_by_a_mask(kind: str):
     if kind == "shared" and TorchVersion(torch.__version__) < (2, 13):

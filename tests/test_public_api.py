@@ -17,13 +17,10 @@ from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
 from tests.processes import ROOT, run_script, run_workers
 from titan_fp8moe import (
     Adapter,
-    Fp8FlowLinear,
     Fp8FlowMoEConfig,
     Lora,
     RoutedExperts,
     SharedExperts,
-    grouped_ffn,
-    grouped_mm,
     recipe,
     routed_experts,
 )
@@ -114,30 +111,6 @@ def test_without_a_group_tokens_stay(dispatch: str):
     for layer.config in (Fp8FlowMoEConfig(), Fp8FlowMoEConfig(dispatch=dispatch)):
         got.append(layer(*inputs, torch.full((T, K), 0.5, device=DEVICE)))
     assert torch.equal(*got)
-
-
-def layers():
-    """Whatever has an autograd function, on x (T, D)."""
-    _, scores, ids, weights = make_layer()
-    dense, ends = ExpertWeights(*(w[0] for w in weights)), torch.full((E,), T, dtype=torch.int32, device=DEVICE)
-    return {
-        "experts": lambda x: routed_experts(x, *weights, ids, scores),
-        "linear": Fp8FlowLinear(D, H, device=DEVICE),
-        "ffn": lambda x: feed_forward(x, dense, Fp8FlowMoEConfig()),
-        "grouped_mm": lambda x: grouped_mm(x.bfloat16(), weights[0].transpose(1, 2), ends),
-        "grouped_ffn": lambda x: grouped_ffn(x, *weights, ends),
-    }
-
-
-@pytest.mark.parametrize("name", ["experts", "linear", "ffn", "grouped_mm", "grouped_ffn"])
-def test_transforms_and_second_derivatives_are_refused(name):
-    """The first by PyTorch itself."""
-    layer, x = layers()[name], torch.randn(T, D, device=DEVICE)
-    for transform in (lambda: torch.vmap(layer)(x[None]), lambda: torch.func.grad(lambda x: layer(x).sum())(x)):
-        with pytest.raises(RuntimeError):
-            transform()
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(layer(x.requires_grad_()).sum(), x, create_graph=True)
 
 
 class ScaledExperts(RoutedExperts):
