@@ -1,11 +1,14 @@
 """Gradients of grouped GEMMs and linears are dense, and a DTensor's lies as it says, since fused optimizers read memory
 by its address. tests/test_any_layer.py has experts and FFNs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE
 from tests.test_any_layer import is_dense, lie, steps
@@ -20,10 +23,10 @@ def leaf(*shape: int, how: str = "rows", dtype: torch.dtype = torch.float32) -> 
     return nn.Parameter(lie(torch.randn(shape, device=DEVICE, dtype=dtype) / 10, how))
 
 
-def check(out: Tensor, *parameters: Tensor) -> None:
-    """The gradients that autograd returns, and those that it leaves in the parameters."""
-    returned = torch.autograd.grad(out.sum(), parameters, retain_graph=True)
-    out.sum().backward()
+def check(run: Callable[[], Tensor], *parameters: Tensor) -> None:
+    """The gradients that autograd returns, and those that it leaves in the parameters of what ``run()`` computes."""
+    returned = torch.autograd.grad(run().sum(), parameters)
+    run().sum().backward()
     for parameter, grad in zip(parameters, returned, strict=True):
         assert grad.shape == parameter.shape and type(grad) is type(parameter.grad)
         for given in (grad, parameter.grad):
@@ -36,10 +39,26 @@ def check(out: Tensor, *parameters: Tensor) -> None:
 @STORED
 def test_of_grouped_gemms_and_linears(how, dtype):
     w, rows = leaf(4, 128, 256, how=how, dtype=dtype), leaf(T, 128, dtype=torch.bfloat16)
-    check(grouped_mm(rows, w, torch.tensor([8, 16, 24, T], dtype=torch.int32, device=DEVICE)), w, rows)
+    ends = torch.tensor([8, 16, 24, T], dtype=torch.int32, device=DEVICE)
+    check(lambda: grouped_mm(rows, w, ends), w, rows)
     linear = Fp8FlowLinear(128, 256, device=DEVICE)
     linear.weight = leaf(256, 128, how=how, dtype=dtype)
-    check(linear(rows), linear.weight)
+    check(lambda: linear(rows), linear.weight)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@STORED
+def test_of_spread_weights(group, how, compiled):
+    """The gradients of w1 and w3 are made as rows."""
+    if compiled and (how == "wider" or TorchVersion(torch.__version__) < (2, 13)):
+        pytest.skip("graphs lay those of wider rows as the parameter is; torch 2.11 compiles no DTensors")
+    module = RoutedExperts(4, 144, 176, bias=True, ep_group=group, device=DEVICE)
+    for name, p in list(module.named_parameters()):
+        values = DTensor.from_local(leaf(*p.shape, how=how).detach(), p.device_mesh, p.placements, run_check=False)
+        setattr(module, name, nn.Parameter(values))
+    ids, scores = torch.rand(T, 4, device=DEVICE).topk(2).indices, torch.rand(T, 2, device=DEVICE)
+    run, x = torch.compile(module, backend="aot_eager") if compiled else module, leaf(T, 144)
+    check(lambda: run(x, ids, scores), *module.parameters())
 
 
 @STORED
@@ -49,7 +68,7 @@ def test_of_a_linear_under_tensor_parallelism(group, how, placement):
     values, x = leaf(256, 128, how=how).detach(), torch.randn(T, 128, device=DEVICE)
     linear.weight = nn.Parameter(DTensor.from_local(values, mesh, [placement], run_check=False))
     placed = DTensor.from_local(x, mesh, [Shard(1) if placement == Shard(1) else Replicate()], run_check=False)
-    check(linear(placed).full_tensor(), linear.weight)
+    check(lambda: linear(placed).full_tensor(), linear.weight)
 
 
 @pytest.mark.parametrize("adapters", [None, torch.float32, torch.bfloat16], ids=["", "fp32 adapters", "bf16 adapters"])
