@@ -7,7 +7,6 @@ but not torchtitan or an adapter. It sees no GPU: a process that needs one begin
 import functools
 import multiprocessing
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -70,11 +69,18 @@ def run_script(
 
 
 def run_workers(
-    script: str, num_ranks: int, *args: str, seconds: float = 400, cpu_only: bool = False, one_gpu: bool = False
+    script: str,
+    num_ranks: int,
+    *args: str,
+    seconds: float = 400,
+    cpu_only: bool = False,
+    one_gpu: bool = False,
+    awaits: int | None = None,
 ) -> subprocess.CompletedProcess:
     """Runs tests/distributed/<script>, or ``-c`` or ``-m`` as above, on ``num_ranks`` processes as torchrun does.
 
-    They use gloo on CPUs, and NCCL where there are enough GPUs; with ``one_gpu`` they share it.
+    They use gloo on CPUs, and NCCL where there are enough GPUs; with ``one_gpu`` they share it. ``awaits``: so many
+    ranks end the run, whatever becomes of the others; by default all.
     """
     import torch
     from torch.distributed import TCPStore
@@ -88,7 +94,7 @@ def run_workers(
     shared |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
     command = [script if script in ("-c", "-m") else str(ROOT / "tests/distributed" / script), *args]
-    return _run([command] * num_ranks, environments, context, seconds)
+    return _run([command] * num_ranks, environments, context, seconds, awaits)
 
 
 def ended_well(done: subprocess.CompletedProcess) -> bool:
@@ -105,21 +111,14 @@ def run_checks(script: str, num_ranks: int, *args: str, **options: Any) -> str:
     return done.stdout
 
 
-def assert_ends(done: subprocess.CompletedProcess, folder: Path, how: str, code: int | str, *words: str) -> None:
-    """That rank 0 of the fault ``how``, as ``report_ends`` of the workers shows it, ended in time with its exit code
-    and with these words in ``folder``."""
-    file = folder / f"{how}.err"
-    said = file.read_text() if file.exists() else "rank 0 has not begun"
-    log = f"{done.stdout}\n{done.stderr[-3000:]}\n{said[-6000:]}"
-    ended = re.search(rf"{how}: rank 0 ended with {code} after ([\d.]+) s", done.stdout)
-    assert ended and float(ended[1]) < time_limit(15), log
-    assert all(re.search(word, said) for word in words), log
-
-
 def _run(
-    commands: Sequence[list[str]], environments: Sequence[dict[str, str]], context: BaseContext, seconds: float
+    commands: Sequence[list[str]],
+    environments: Sequence[dict[str, str]],
+    context: BaseContext,
+    seconds: float,
+    awaits: int | None = None,
 ) -> subprocess.CompletedProcess:
-    """Exit code, of the first process that fails, and all output; the code is TIMED_OUT after a timeout."""
+    """Exit code, of the first awaited process that fails, and all output; the code is TIMED_OUT after a timeout."""
     limit = time_limit(seconds)
     with tempfile.TemporaryDirectory() as folder:
         outs, errs = ([Path(folder) / f"{kind}{n}" for n in range(len(commands))] for kind in ("out", "err"))
@@ -127,23 +126,23 @@ def _run(
         processes = [context.Process(target=_main, args=job) for job in jobs]
         for process in processes:
             process.start()
-        code = _wait(processes, time.monotonic() + limit)
+        code = _wait(processes, processes[:awaits], time.monotonic() + limit)
         out, err = ("".join(f.read_text(errors="replace") for f in files if f.exists()) for files in (outs, errs))
     if code == TIMED_OUT:
         err += f"\nstopped after {limit:.0f} s"
     return subprocess.CompletedProcess(commands[0], code, out, err)
 
 
-def _wait(processes: Sequence[BaseProcess], deadline: float) -> int:
+def _wait(processes: Sequence[BaseProcess], awaited: Sequence[BaseProcess], deadline: float) -> int:
     """The first exit code that is not 0. It ends the processes that still run."""
     timed_out = False
-    while running := [process for process in processes if process.exitcode is None]:
-        if timed_out or any(process.exitcode for process in processes):
+    while running := [process for process in awaited if process.exitcode is None]:
+        if timed_out or any(process.exitcode for process in awaited):
             break
         sentinels = [process.sentinel for process in running]
         timed_out = not connection.wait(sentinels, max(deadline - time.monotonic(), 0))
-    code = TIMED_OUT if timed_out else next((p.exitcode for p in processes if p.exitcode), 0)
-    for process in running:
+    code = TIMED_OUT if timed_out else next((p.exitcode for p in awaited if p.exitcode), 0)
+    for process in processes:
         process.terminate()  # not killed: a script may have processes of its own to end
         process.join(10)
         process.kill()

@@ -1,10 +1,14 @@
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from tests.distributed.runner import Place
 from tests.processes import run_workers
 
 
@@ -16,21 +20,30 @@ class WorkerResults:
     Where there are GPUs, but fewer than a case has ranks, it runs on the CPU with gloo, from files of its own: what the
     smaller world sizes have left on GPUs differs by more than rounding.
 
+    Attributes:
+        stops: at the first case that fails, as pytest's ``-x`` does.
+
     Args:
         out: where the script leaves ``<case>.pt``.
+        script: of tests/distributed, or a tuple with its first arguments.
         groups: by number of ranks, the names of the cases.
         shared: folders in ``out`` that the script reads.
+        settings: of ranks that share a GPU.
     """
+
+    stops = False
 
     def __init__(
         self,
         out: Path,
-        script: str,
+        script: str | tuple[str, ...],
         groups: dict[int, list[str]],
         cpu_only: bool = False,
         shared: tuple[str, ...] = (),
+        settings: tuple[str, ...] = (),
     ):
         self.out, self.script, self.groups, self.cpu_only, self.shared = out, script, groups, cpu_only, shared
+        self.settings = settings
         self.logs, self.ran = {}, set()
 
     def get(self, case: str, beside: str | None = None) -> dict:
@@ -38,7 +51,7 @@ class WorkerResults:
         num_ranks = self._ranks(case)
         most_ranks = max(num_ranks, self._ranks(beside or case))
         cpu_only, out = self.cpu_only, self.out
-        if not cpu_only and 0 < torch.cuda.device_count() < most_ranks:
+        if not cpu_only and not self.settings and 0 < torch.cuda.device_count() < most_ranks:
             cpu_only, out = True, out / "cpu"
             if not out.exists():
                 for name in self.shared:
@@ -56,17 +69,37 @@ class WorkerResults:
     def _run(self, num_ranks: int, names: list[str], out: Path, cpu_only: bool) -> None:
         fruitless = 0
         while names and fruitless < 2:  # twice without any result: it is not the cases
-            done = run_workers(self.script, num_ranks, str(out), *names, cpu_only=cpu_only)
+            script, *first = (self.script,) if isinstance(self.script, str) else self.script
+            with mock.patch.dict(os.environ, dict(setting.split("=") for setting in self.settings)):
+                done = run_workers(
+                    script, num_ranks, *first, str(out), *names, cpu_only=cpu_only, one_gpu=bool(self.settings)
+                )
             left = [name for name in names if not (out / f"{name}.pt").exists()]
             fruitless = fruitless + 1 if len(left) == len(names) else 0
             log = done.stdout[-4000:] + done.stderr[-4000:]
             self.logs |= {(name, out): log for name in left}
             # The case that ended the script has left its error, or else nothing.
             failed = any("error" in torch.load(out / f"{name}.pt") for name in names if name not in left)
-            names = left if failed else left[1:]
+            names = [] if self.stops and left else left if failed else left[1:]
 
     def _ranks(self, case: str) -> int:
         return next(n for n, names in self.groups.items() if case in names)
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Place], WorkerResults]:
+    """Runs what of the module's tests is selected for a place, all at once."""
+    names: dict[Place, list[str]] = {}
+    for item in request.session.items:
+        if item.module is request.module and hasattr(item.function, "on_ranks") and not item.get_closest_marker("skip"):
+            names.setdefault(item.callspec.params["place"], []).append(item.name)
+    script, cpu_only = ("runner.py", request.module.__name__), getattr(request.module, "CPU_ONLY", False)
+    results = {}
+    for place, cases in names.items():
+        out = tmp_path_factory.mktemp("ranks")
+        results[place] = WorkerResults(out, script, {place.ranks: cases}, cpu_only, settings=place.settings)
+        results[place].stops = request.config.getoption("maxfail") == 1
+    return results.__getitem__
 
 
 @pytest.fixture(scope="session")

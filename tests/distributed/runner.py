@@ -1,25 +1,76 @@
-"""What the workers share: running the cases of a command line, and gathering their results over the ranks."""
+"""Runs cases on ranks: in every process of a group, which this file begins, and gathers results over the ranks.
+
+    torchrun --nproc_per_node N tests/distributed/runner.py MODULE[:FUNCTION] OUT_DIR CASE...
+
+A case is an argument of the module's ``FUNCTION(case, out)``, or a row of one of its tests with :func:`on_ranks`.
+"""
 
 import faulthandler
+import functools
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.processes import time_limit
-from titan_fp8moe import recipe
+from titan_fp8moe import ops, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.export_fp8.format import BALANCE, exported
 from titan_fp8moe.trainer.plan import plain_name
 
 CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
+
+
+class Place(NamedTuple):
+    """Where a case runs: ``ranks`` processes, on GPUs with NCCL where there are enough, else on the CPU with gloo; or
+    on one GPU that they share, with these settings."""
+
+    ranks: int
+    settings: tuple[str, ...] = ()
+
+
+SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1", "GLOO_SOCKET_IFNAME=lo"
+ONE_GPU = pytest.param(Place(4, SHARED_GPU), marks=pytest.mark.gpu, id="gpu")
+ONE_CONNECTION = pytest.param(
+    Place(4, (*SHARED_GPU, "CUDA_DEVICE_MAX_CONNECTIONS=1")), marks=pytest.mark.gpu, id="gpu_connection"
+)
+
+
+def on_ranks(*places: Any, rows: dict[str, Any] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function whose asserts must hold on every rank. ``places``: numbers of ranks, or the above.
+
+    Args:
+        rows: arguments of the function by name, each for a test of its own.
+    """
+    params = [pytest.param(Place(p), id=str(p)) if isinstance(p, int) else p for p in places]
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("place", params)
+        @pytest.mark.parametrize("row", list(rows or [""]))
+        def test(place: Place, row: str, ranks: Any, request: pytest.FixtureRequest) -> None:
+            ranks(place).get(request.node.name)
+
+        test.on_ranks = lambda row: function(rows[row]) if rows else function()
+        return test
+
+    return decorate
+
+
+def run_test(module: ModuleType, case: str, out: Path) -> dict:
+    """A case by its test's name, ``function[row-place]``."""
+    name, _, ids = case.removesuffix("]").partition("[")
+    getattr(module, name).on_ranks(ids.rpartition("-")[0])
+    return {}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,12 +129,24 @@ def batches(
 
 
 def start() -> str:
-    """Begins the ranks' group, with NCCL where there are GPUs, and says where their tensors are."""
-    cuda = torch.cuda.is_available()
+    """Begins the ranks' group, with NCCL where there are GPUs enough, and says where their tensors are."""
+    cuda, count = torch.cuda.is_available(), torch.cuda.device_count()
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % count)
+    shared = cuda and count < int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda and not shared else "gloo")
+    if shared:
+        ops.start_all_to_all, ops.wait = _all_to_all_through_the_host, lambda rows: rows
     return "cuda" if cuda else "cpu"
+
+
+def _all_to_all_through_the_host(
+    rows: torch.Tensor, output_splits: list[int], input_splits: list[int], group_name: str
+) -> torch.Tensor:
+    """For processes that share a GPU, which NCCL refuses and gloo cannot."""
+    received = torch.empty(sum(output_splits), *rows.shape[1:], dtype=rows.dtype)
+    dist.all_to_all_single(received, rows.cpu(), output_splits, input_splits)
+    return received.to(rows.device)
 
 
 def check(name: str, ok: bool) -> None:
@@ -115,3 +178,14 @@ def run_all(run: Callable[[str, Path], dict]) -> None:
         if dist.get_rank() == 0:
             torch.save(result, out / f"{case}.pt")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    name, _, function = sys.argv.pop(1).partition(":")
+    module = importlib.import_module(name)
+    start()
+    run_all(getattr(module, function) if function else functools.partial(run_test, module))
+
+
+if __name__ == "__main__":
+    main()

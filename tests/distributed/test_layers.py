@@ -1,0 +1,561 @@
+"""Layers whose experts are spread over ranks, over both dispatches, against all experts in one process.
+
+A row of a table is a layer of :mod:`tests.test_any_layer`, drawn or named, whose tokens are each rank's. The reference
+needs no group. Each rank's experts serve all tokens in one process, and their parts, rounded to bf16, are added in a
+rank's order. Outputs and gradients of what belongs to tokens must have these bits. Weight gradients may differ by FP8
+noise, since their 128-token blocks hold other tokens. Both dispatches have the same bits in all results.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.reference import relative_error
+from tests.distributed.runner import ONE_CONNECTION, ONE_GPU, gather_list, on_ranks, start
+from tests.layer import apply_layer, refused
+from tests.processes import run_workers, time_limit
+from tests.test_any_layer import BY_TOKEN, CHECKPOINTS, DEVICE, PLAIN, Layer, Tensors, once, ours
+from titan_fp8moe import Fp8FlowMoEConfig as Config
+from titan_fp8moe import check_room, ops, routed_experts
+from titan_fp8moe.dispatch import base
+from titan_fp8moe.dispatch.symmetric import exchange, kernels
+from titan_fp8moe.layer.ffn import FFN
+from titan_fp8moe.layer.weights import ExpertWeights
+
+IMPL = kernels if DEVICE == "cuda" else exchange
+SMALL = PLAIN._replace(tokens=70, travels=True)
+
+
+class Row(NamedTuple):
+    """Tokens that each rank has: ``layer.tokens``, or what ``uneven`` says of ranks 0, 1...; and who serves them."""
+
+    layer: Layer = SMALL
+    routing: str = "uniform"
+    uneven: tuple[int, ...] = ()
+    seed: int = 0
+
+
+def drawn(seed: int) -> Row:
+    layer = Layer.draw(seed)
+    layer = layer._replace(entry="routed_experts", experts=4 * layer.experts, travels=True)
+    return Row(layer._replace(tokens=min(layer.tokens, 150)), "drawn", seed=seed)
+
+
+BEFORE = SMALL._replace(score_before_experts=True)
+FP8_H = SMALL._replace(config=Config(save_h="fp8", recompute="none"))
+AGAIN = SMALL._replace(config=Config(recompute="experts"))
+ROWS = {
+    "skewed": Row(FP8_H, "skewed"),
+    "one_expert": Row(BEFORE, "one_expert"),
+    "idle_rank": Row(AGAIN, "idle_rank"),
+    "missing": Row(SMALL, "missing"),
+    "more_experts_than_tokens": Row(SMALL._replace(tokens=3, top_k=4, experts=256)),
+    "uneven": Row(SMALL, "skewed", (50, 140, 230, 320)),
+    "uneven_one_expert": Row(FP8_H, "one_expert", (50, 140, 230, 320)),
+    "rank_without_tokens": Row(AGAIN._replace(score_before_experts=True), "uniform", (0, 140, 230, 320)),
+} | {f"seed_{seed}": drawn(seed) for seed in range(16) if Layer.draw(seed).entry in ("routed_experts", "RoutedExperts")}
+
+
+def choose(routing: str, tokens: int, layer: Layer) -> Tensor:
+    E, K = layer.experts, layer.top_k
+    scores = torch.rand(tokens, E)
+    if routing == "one_expert":  # each of a token's choices
+        return torch.full((tokens, K), E - 1)
+    if routing == "idle_rank":
+        scores[:, : E // dist.get_world_size()] = -1
+    if routing == "skewed":
+        scores[:, :2] += 0.4
+    ids = scores.topk(K, sorted=False).indices
+    return ids.masked_fill(torch.rand(tokens, K) < 0.2, -1) if routing == "missing" else ids
+
+
+def of_all(row: Row) -> tuple[Tensors, slice]:
+    """The tensors of all ranks, which every rank draws, and this rank's tokens."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes = [row.layer.tokens] * ranks if not row.uneven else row.uneven[:ranks]
+    layer = row.layer._replace(tokens=sum(sizes))
+    leaves, ids, dout = Tensors.of(layer, row.seed)
+    leaves["x"] = leaves["x"].to(layer.dtype)
+    ids = ids if row.routing == "drawn" else choose(row.routing, layer.tokens, layer)
+    tensors = Tensors(leaves, ids, dout.to(layer.dtype))
+    return tensors, slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def part(layer: Layer, tensors: Tensors, tokens: slice, rank: int) -> Tensors:
+    """What of it is a rank's, for some tokens."""
+    E = layer.experts // dist.get_world_size()
+    shared = ("shared1", "shared2", "shared3")
+    leaves = {
+        name: t[tokens] if name in BY_TOKEN else t if name in shared else t[rank * E : (rank + 1) * E]
+        for name, t in tensors.leaves.items()
+    }
+    return Tensors(leaves, tensors.ids[tokens], tensors.dout[tokens])
+
+
+def over(layer: Layer, dispatch: str, **more) -> Layer:
+    config = dict(dispatch=dispatch, dispatch_capacity=float(dist.get_world_size())) | more
+    return layer._replace(config=dataclasses.replace(layer.config, **config))
+
+
+def added_by_rank(parts: list[Tensor], rank_TK: Tensor) -> Tensor:
+    """The ranks' parts, each rounded to bf16, in the order of a token's first pair on each rank."""
+    total = torch.zeros_like(parts[0])
+    for k in range(rank_TK.shape[1]):
+        first = (rank_TK[:, :k] != rank_TK[:, k : k + 1]).all(1)
+        for rank, one in enumerate(parts):
+            adds = first & (rank_TK[:, k] == rank)
+            total[adds] += one[adds].bfloat16().float()
+    return total
+
+
+def expected(layer: Layer, tensors: Tensors, mine: slice) -> dict[str, Tensor]:
+    """This rank's results: parts of all experts' ranks, each computed without a group."""
+    rank, E = dist.get_rank(), layer.experts // dist.get_world_size()
+    frozen = ("w1", "w2", "w3") if layer.weights == "fp8" else ()
+    alone = layer._replace(travels=False, shared="", frozen=frozen, dtype=torch.float32)
+    leaves = tensors.leaves | dict(x=tensors.leaves["x"].float())
+    routed = {name: t for name, t in leaves.items() if "shared" not in name}
+    served = torch.where(tensors.ids // E == rank, tensors.ids - rank * E, -1)
+    inputs = part(layer, Tensors(routed, served, tensors.dout.float()), slice(None), rank)
+    own = {name: t.cpu() for name, t in ours(alone, inputs).items()}
+    parts = gather_list({name: own[name] for name in ("out", "x", "scores")})
+    total = {name: added_by_rank([p[name] for p in parts], tensors.ids // E)[mine] for name in ("out", "x")}
+    if layer.shared:
+        inputs = part(layer, Tensors(leaves, torch.full_like(tensors.ids, -1), tensors.dout.float()), mine, rank)
+        shared = {name: t.cpu() for name, t in ours(alone._replace(shared=layer.shared), inputs).items()}
+        own |= {name: t for name, t in shared.items() if "shared" in name}
+        total = {name: t + shared[name] for name, t in total.items()}
+    own |= {name: t.to(layer.dtype) for name, t in total.items()}
+    return own | dict(scores=sum(p["scores"] for p in parts)[mine])
+
+
+def assert_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """NaN equals NaN."""
+    assert got.keys() == want.keys()
+    for name, t in got.items():
+        assert t.dtype == want[name].dtype, name
+        torch.testing.assert_close(t.cpu(), want[name].cpu(), rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def two_layers(run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    return run(ids) + run(ids)
+
+
+@on_ranks(2, 4, ONE_GPU, ONE_CONNECTION, rows=ROWS)
+def test_ranks_equal_one_process(row: Row) -> None:
+    """Both dispatches, the second also where two layers are recomputed in their backward. Deterministic algorithms fill
+    new memory, on the layer's stream: not over what has arrived."""
+    tensors, mine = of_all(row)
+    want, inputs = expected(row.layer, tensors, mine), part(row.layer, tensors, mine, dist.get_rank())
+    got = ours(over(row.layer, "all_to_all"), inputs)
+    for name, t in got.items():
+        if name in BY_TOKEN or "shared" in name:
+            assert_bits({name: t}, {name: want[name]})
+        else:
+            assert (not want[name].any() and not t.any()) or relative_error(t.cpu(), want[name]) < 1e-3, name
+    if not row.uneven:
+        assert_bits(ours(over(row.layer, "symmetric"), inputs), got)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        recomputed = functools.partial(functools.partial, CHECKPOINTS[row.seed % 2])
+        again = ours(over(row.layer, "symmetric"), inputs, lambda run, ids: two_layers(recomputed(run), ids))
+        torch.use_deterministic_algorithms(False)
+        assert_bits(again, ours(over(row.layer, "all_to_all"), inputs, two_layers))
+
+
+@on_ranks(2, ONE_GPU)
+def test_one_graph() -> None:
+    def compiled(run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        return torch.compile(run, backend="aot_eager", fullgraph=True)(ids)
+
+    assert_bits(symmetric(compiled), direct())
+
+
+def mine(row: Row = Row()) -> Tensors:  # noqa: B008
+    tensors, tokens = of_all(row)
+    return part(row.layer, tensors, tokens, dist.get_rank())
+
+
+SYMMETRIC = dict(dispatch="symmetric", dispatch_capacity=2.5)
+BOTH = {"all_to_all": "all_to_all", "symmetric": "symmetric"}
+CPU_AND_GPU = 2, pytest.param(4, marks=pytest.mark.slow), ONE_GPU, ONE_CONNECTION
+
+
+def symmetric(around: Callable[..., Tensor] = once, **settings) -> dict[str, Tensor]:
+    return ours(over(SMALL, **SYMMETRIC | settings), mine(), around)
+
+
+def direct(around: Callable[..., Tensor] = once) -> dict[str, Tensor]:
+    return ours(over(SMALL, "all_to_all"), mine(), around)
+
+
+@on_ranks(2, ONE_GPU)
+def test_inference() -> None:
+    """A workspace that it makes serves a training step."""
+    layer = over(SMALL._replace(tokens=5, top_k=2), "symmetric")
+    inputs = mine(Row(layer))
+    want = ours(over(layer, "all_to_all"), inputs)
+    with torch.inference_mode():
+        leaves = {name: t.to(DEVICE) for name, t in inputs.leaves.items()}
+        weights = leaves["w1"], leaves["w2"], leaves["w3"], inputs.ids.to(DEVICE)
+        out = routed_experts(leaves["x"], *weights, leaves["scores"], config=layer.config, ep_group=dist.group.WORLD)
+    assert torch.equal(out, want["out"])
+    assert_bits(ours(layer, inputs), want)
+
+
+@on_ranks(*CPU_AND_GPU, rows=BOTH)
+def test_gradients_of_tokens_return_if_any_rank_needs_them(dispatch: str) -> None:
+    """In the second all-to-all of a backward. Symmetric memory always has them."""
+    layer, transfer, calls = over(SMALL, dispatch), ops.start_all_to_all, []
+    want = ours(layer, mine())
+
+    def counted(*args):
+        calls.append(None)
+        return transfer(*args)
+
+    ops.start_all_to_all = counted
+    try:
+        for ranks, transfers in (([], 5), ([0], 5), (range(dist.get_world_size()), 4)):
+            frozen = ("x", "scores") if dist.get_rank() in ranks else ()
+            got = ours(layer._replace(frozen=frozen), mine())
+            assert_bits(got, {name: t for name, t in want.items() if name not in frozen})
+            assert dispatch == "symmetric" or len(calls) == transfers
+            calls.clear()
+    finally:
+        ops.start_all_to_all = transfer
+
+
+@on_ranks(2, ONE_GPU)
+def test_a_layer_in_anothers_meanwhile() -> None:
+    def nested(config: Config) -> Tensor:
+        leaves, ids = {name: t.to(DEVICE) for name, t in mine().leaves.items()}, mine().ids.to(DEVICE)
+        args = leaves["x"], ExpertWeights(leaves["w1"], leaves["w2"], leaves["w3"]), ids, leaves["scores"]
+        options = dict(config=config, ep_group=dist.group.WORLD)
+        return apply_layer(*args, meanwhile=functools.partial(apply_layer, *args, **options), **options)
+
+    assert torch.equal(nested(Config(**SYMMETRIC)), nested(Config(dispatch="all_to_all")))
+
+
+# --- faults, after which the ranks go on ------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4, rows=BOTH)
+def test_nan(dispatch: str) -> None:
+    """One shows in that token's rows and in its experts' gradients, and changes nothing else."""
+    layer, bad = over(SMALL, dispatch), 17
+    tensors, tokens = of_all(Row(layer))
+    E, hit = layer.experts // dist.get_world_size(), tensors.ids[bad]  # a token of rank 0
+    others = torch.arange(layer.tokens) != (bad if dist.get_rank() == 0 else -1)
+    held = torch.isin(torch.arange(E) + dist.get_rank() * E, hit)
+    clean = ours(layer, part(layer, tensors, tokens, dist.get_rank()))
+    for where in ("token", "gradient"):
+        x, dout = tensors.leaves["x"].clone(), tensors.dout.clone()
+        (x if where == "token" else dout)[bad, 5] = torch.nan
+        poisoned = tensors._replace(leaves=tensors.leaves | dict(x=x), dout=dout)
+        got = ours(layer, part(layer, poisoned, tokens, dist.get_rank()))
+        for name in ("out", "x", "scores"):
+            assert torch.equal(got[name][others], clean[name][others]), (where, name)
+            assert got[name][~others].isnan().all() or (where, name) == ("gradient", "out"), (where, name)
+        for name in ("w1", "w2", "w3"):
+            assert torch.equal(got[name][~held], clean[name][~held]), (where, name)
+            assert not got[name][held].isfinite().flatten(1).all(1).any(), (where, name)
+
+
+DISAGREE = {
+    "top_k": dict(top_k=1), "dim": dict(dim=128), "x": dict(dtype=torch.bfloat16), "shared": dict(shared="plain"),
+    "activation": dict(activation="geglu_tanh"), "score": dict(score_before_experts=True),
+    "wgrad": dict(config=Config(wgrad="scaling_aware")), "recompute": dict(config=Config(recompute="none")),
+    "save_h": dict(config=Config(save_h="fp8")),
+}  # fmt: skip
+
+
+@on_ranks(2, 4, rows=DISAGREE)
+def test_ranks_that_disagree(change: dict) -> None:
+    """All raise the error, or find it where an optimizer would step. The next layer works."""
+    last = dist.get_world_size() - 1
+    layer = SMALL._replace(**change) if dist.get_rank() == last else SMALL
+    others = [last] if dist.get_rank() != last else [*range(last)]
+    with refused(f"ranks {others} of the expert-parallel group call this layer with another"):
+        ours(over(layer, "all_to_all"), mine(Row(layer)))
+    if not {"top_k", "dim"} & change.keys():  # for which no workspace could be made
+        assert ours(over(layer, "symmetric"), mine(Row(layer)))["out"].isnan().all()
+        with refused("other settings of fp8_flow_moe", error=RuntimeError):
+            check_room()
+    direct()
+    symmetric()
+    check_room()
+
+
+@on_ranks(2)
+def test_too_many_rows_for_one_rank() -> None:
+    """All ranks get the error, and no collective is left half done."""
+    limit, row = base.MAX_ROWS, Row(SMALL, "one_expert")
+    try:
+        base.MAX_ROWS = 512
+        ours(over(SMALL, "all_to_all"), mine(row))
+        base.MAX_ROWS = 384
+        with refused("rank 1 of the expert-parallel group has 420 rows for its 4 experts"):
+            ours(over(SMALL, "all_to_all"), mine(row))
+    finally:
+        base.MAX_ROWS = limit
+    direct()
+
+
+@on_ranks(2)
+def test_unequal_numbers_of_tokens_have_no_workspace() -> None:
+    layer = over(SMALL._replace(tokens=1000 + dist.get_rank()), "symmetric")
+    with refused("equal numbers of tokens"):
+        ours(layer, Tensors.of(layer, 0).rows(torch.arange(layer.tokens)))
+
+
+def optimized(inputs: Tensors, capacity: float) -> tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer, Tensor]:
+    """A layer with an optimizer for w1."""
+    leaves = {name: t.to(DEVICE) for name, t in inputs.leaves.items()}
+    w = torch.nn.Parameter(leaves["w1"])
+    config = Config(dispatch="symmetric", dispatch_capacity=capacity)
+
+    def layer(ids: Tensor, x: Tensor = leaves["x"]) -> Tensor:
+        args = w, leaves["w2"], leaves["w3"], ids, leaves["scores"]
+        return routed_experts(x, *args, config=config, ep_group=dist.group.WORLD)
+
+    return layer, torch.optim.SGD([w], lr=1.0), w
+
+
+@on_ranks(*CPU_AND_GPU)
+def test_an_overflow_is_loud_before_a_weight_changes() -> None:
+    inputs = mine(Row(SMALL._replace(tokens=300)))
+    layer, optimizer, w = optimized(inputs, 1.0)
+    before, full = w.detach().clone(), choose("one_expert", 300, SMALL).to(DEVICE)
+    out = layer(full)
+    out.sum().backward()
+    assert out.isnan().all()
+    with refused("larger dispatch_capacity", "needed ", error=RuntimeError):
+        optimizer.step()
+    assert torch.equal(w, before)
+    check_room()
+    out = optimized(inputs, 2.5)[0](inputs.ids.to(DEVICE))
+    assert out.isfinite().all()
+    out.sum().backward()
+
+
+class Broken(Exception):
+    """Raised on all ranks between a dispatch and its combine, as when memory is short."""
+
+
+PLACES = {  # whose so many-th call fails
+    "first_product": (FFN, "product", 0), "product_in_backward": (FFN, "product", 3),
+    "hidden_gradients": (FFN, "hidden_gradients", 0), "weight_grads": (FFN, "weight_grads", 0),
+    "pull_routing": (IMPL, "pull_routing", 0), "push_sums_in_backward": (IMPL, "push_sums", 1),
+}  # fmt: skip
+
+
+@on_ranks(*CPU_AND_GPU, rows=PLACES)
+def test_ranks_go_on_after_an_error_that_met_all(place: tuple) -> None:
+    (owner, name, after), want, calls = place, symmetric(), itertools.count()
+    whole = getattr(owner, name)
+
+    def broken(*args, **kwargs):
+        if next(calls) == after:
+            raise Broken
+        return whole(*args, **kwargs)
+
+    setattr(owner, name, broken)
+    try:
+        with pytest.raises(Broken):
+            symmetric()
+    finally:
+        setattr(owner, name, whole)
+    assert_bits(symmetric(), want)
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+def captured(step: Callable[[], object], warm_ups: int) -> torch.cuda.CUDAGraph:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_ups):
+            step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        step()
+    return graph
+
+
+@on_ranks(ONE_GPU)
+def test_a_graph_of_two_layers() -> None:
+    """Forward and backward: replayed with new routings they have an eager step's bits."""
+    config, inputs, results = Config(dispatch="symmetric", dispatch_capacity=4), mine(), []
+    leaves = {name: t.to(DEVICE, torch.bfloat16 if name == "x" else t.dtype) for name, t in inputs.leaves.items()}
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    ids, dout = inputs.ids.to(DEVICE), inputs.dout.to(DEVICE)
+
+    def step() -> None:
+        def layer(x: Tensor) -> Tensor:
+            args = (leaves[name] for name in ("w1", "w2", "w3"))
+            return routed_experts(x, *args, ids, leaves["scores"], config=config, ep_group=dist.group.WORLD)
+
+        out = layer(layer(leaves["x"]))
+        results[:] = out.detach(), *torch.autograd.grad(out, leaves.values(), dout.to(out.dtype))
+
+    graph = captured(step, 2)
+    of_graph = [*results]
+    for routing in ("skewed", "one_expert", "idle_rank", "missing", "uniform"):
+        new = mine(Row(SMALL, routing, seed=1))
+        with torch.no_grad():
+            for old, name in ((leaves["x"], "x"), (leaves["scores"], "scores")):
+                old.copy_(new.leaves[name])
+            ids.copy_(new.ids)
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [t.clone() for t in of_graph]
+        step()
+        assert all(map(torch.equal, found, results)), routing
+
+
+@on_ranks(ONE_GPU)
+def test_an_overflow_in_replays_that_the_host_leaves_behind() -> None:
+    inputs = mine(Row(SMALL._replace(tokens=300)))
+    layer, optimizer, w = optimized(inputs, 1.5)
+    ids, fits = inputs.ids.to(DEVICE), inputs.ids.to(DEVICE)
+
+    def step() -> None:
+        torch.cuda._sleep(500_000_000)  # cycles, a quarter of a second
+        layer(fits, layer(ids)).sum().backward()
+
+    graphs = [captured(step, 1), captured(step, 0)]
+    optimizer.zero_grad(set_to_none=False)
+    for call, routing in itertools.product((optimizer.step, check_room), ("one_expert", "uniform")):
+        ids.copy_(choose(routing, 300, SMALL))
+        before = w.detach().clone()
+        torch.cuda.synchronize()
+        dist.barrier()
+        for graph in graphs:
+            graph.replay()
+        with refused(*["larger dispatch_capacity"] * (routing == "one_expert"), error=RuntimeError):
+            call()
+        torch.cuda.synchronize()
+        check_room()
+        if routing == "one_expert":
+            assert torch.equal(w, before)
+            w.grad.zero_()
+
+
+# --- workspaces -------------------------------------------------------------------------------------------------------
+
+
+def mapped_bytes() -> int:
+    """Of this process's workspaces on a CPU."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = [line.split()[0].split("-") for line in lines if "titan_fp8moe_" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in lines)
+
+
+@on_ranks(2, 4)
+def test_workspaces_leave_nothing_behind() -> None:
+    """One for more tokens takes the place of the others. A later group of the same name has its own, not that of ranks
+    that may be gone."""
+    sizes = []
+    for all_tokens in ([300], [150, 300]) if DEVICE == "cpu" else ():
+        dist.barrier()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        # A store of its own: in the first group's, a rank would find its peer's old address and wait there for ever.
+        store = dist.PrefixStore("later", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        gc.collect()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        for tokens in all_tokens:
+            layer = over(SMALL._replace(tokens=tokens), "symmetric")
+            assert_bits(ours(layer, mine(Row(layer))), ours(over(layer, "all_to_all"), mine(Row(layer))))
+        gc.collect()
+        sizes.append(mapped_bytes())
+    assert sizes[:1] == sizes[1:] and 0 not in sizes
+
+
+# --- ranks that are lost ----------------------------------------------------------------------------------------------
+
+TIMEOUT = 5  # seconds a collective may wait for a lost rank
+LATE = round(time_limit(2.5))  # and a symmetric exchange, 5 where nothing else runs
+BY_SYMMETRIC = (1, r"for ranks \[1\]. They have died, raised an error")
+BY_NCCL = (-signal.SIGABRT, f"OpType=ALLTOALL_BASE.*Timeout.ms.={TIMEOUT}000")
+LOST = {  # rank 0's exit code and last words
+    "gloo": {
+        "dies": (1, "ops/all_to_all.py(.|\n)*Connection"),
+        "stalls": (1, f"ops/all_to_all.py(.|\n)*Timed out waiting {TIMEOUT}000ms"),
+    },
+    "nccl": {"dies": BY_NCCL, "stalls": BY_NCCL},
+    "symmetric": {how: BY_SYMMETRIC for how in ("dies", "raises", "stalls")} | {"late": (0, "the result is right")},
+}
+
+
+def lose_rank(path: str, how: str) -> None:
+    """Rank 1 has the fault where it is to send: its rows, or the sums of a symmetric exchange."""
+    torch.set_num_threads(1)
+    dispatch = "symmetric" if path == "symmetric" else "all_to_all"
+    start()
+    layer = over(SMALL, dispatch)
+    inputs = mine()
+    want = ours(layer, inputs)
+    owner, name = (IMPL, "push_sums") if path == "symmetric" else (ops, "start_all_to_all")
+    whole = getattr(owner, name)
+
+    def fault(rows: object, *args):
+        if isinstance(rows, Tensor) and rows.shape[1:] < (layer.dim,):
+            return whole(rows, *args)  # counts, not tokens
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        if how == "raises":
+            raise ValueError("of this rank alone")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000 if how == "stalls" else LATE / 2)
+        return whole(rows, *args)
+
+    if dist.get_rank() == 1:
+        setattr(owner, name, fault)
+    dist.barrier()  # kernels are compiled by now, on one rank earlier than on the other
+    seconds = LATE if path == "symmetric" else TIMEOUT
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    got = ours(layer, inputs)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert_bits(got, want)
+    print("the result is right", flush=True)
+    os._exit(0)
+
+
+ON_GPUS = [pytest.param(path, marks=pytest.mark.gpu, id=f"{path}_gpu") for path in ("nccl", "symmetric")]
+
+
+@pytest.mark.parametrize("path", ["gloo", "symmetric", *ON_GPUS])
+def test_a_lost_rank_ends_the_others(path: str, request: pytest.FixtureRequest) -> None:
+    gpu = request.node.get_closest_marker("gpu") is not None
+    if gpu and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: on one that ranks share, the survivor's kernel has hung, past its own timeout")
+
+    def lose(how: str):
+        code = f"from tests.distributed.test_layers import lose_rank; lose_rank({path!r}, {how!r})"
+        return run_workers("-c", 2, code, seconds=60, cpu_only=not gpu, awaits=1)
+
+    with ThreadPoolExecutor() as pool:
+        done = dict(zip(LOST[path], pool.map(lose, LOST[path]), strict=True))
+    for how, (code, words) in LOST[path].items():
+        log = done[how].stdout + done[how].stderr
+        codes = {code, -signal.SIGABRT} if code and gpu else {code}  # CUDA may abort a process in its last moments
+        assert done[how].returncode in codes and re.search(words, log), (how, done[how].returncode, log[-3000:])
