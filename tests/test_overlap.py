@@ -24,17 +24,12 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from tests.variants import small_layer
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.all_to_all import AllToAllDispatch
-from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED
 from titan_fp8moe.dispatch.local import LocalDispatch
 from titan_fp8moe.dispatch.symmetric import exchange
 from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace
-from titan_fp8moe.layer import experts
 from titan_fp8moe.layer.ffn import FFN
-from titan_fp8moe.layer.saved import LayerSpec
-from titan_fp8moe.spec import BackwardSpec, ExpertSpec
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -149,49 +144,6 @@ def test_what_runs_during_transfers(watch, group, unwaited, dispatch):
         f"send {start}{SHARED_BACKWARD} quantize_weights receive {wait}grouped_mm swiglu_quantize_backward "
         f"quantize_weights grouped_mm send_back {start}{back}{wait and ' wait'}"
     )
-
-
-@pytest.mark.parametrize(("routed", "others_need"), [(True, True), (True, False), (False, False)])
-def test_gradients_return_if_any_rank_needs_them(fp8_layer, monkeypatch, watch, unwaited, routed, others_need):
-    """With frozen tokens and router, all ranks do without, or none. ``routed``: the routed experts train."""
-    layer, agree = fp8_layer, AllToAllDispatch._agree
-
-    def with_needs_of_others(self, *args):
-        self.state.counts[1, :, -1] |= others_need
-        agree(self, *args)
-
-    monkeypatch.setattr(AllToAllDispatch, "_agree", with_needs_of_others)
-    x = torch.randn(2, 8, 128, requires_grad=True)
-    layer.router.requires_grad_(False)
-    layer.experts.requires_grad_(routed)
-    params = [p for p in layer.parameters() if p.requires_grad]
-    want = torch.autograd.grad(layer(x).square().sum(), params)
-    out = layer(x.detach())
-    watch(ops, "start_all_to_all")
-    got = torch.autograd.grad(out.square().sum(), params)
-    assert len(watch.seen) == 1 + others_need and not unwaited()
-    assert same(got, want)
-
-
-def test_ranks_tell_each_other_settings_and_needs():
-    """A difference in what ranks must have in common changes the signature by more than the bit of the needs."""
-    spec = LayerSpec(Route("all_to_all", 2), ExpertSpec(), BackwardSpec(), "", True)
-    x = torch.empty(3, 256)
-
-    def signature(spec=spec, x=x, top_k=2, needs_grad=False):
-        return experts._signature(spec, x, top_k, needs_grad)
-
-    assert signature() | GRADIENTS_NEEDED == signature(needs_grad=True) != signature()
-    others = [
-        *(signature(spec._replace(expert=expert)) for expert in (ExpertSpec("other"), ExpertSpec("swiglu", True))),
-        *(signature(spec._replace(backward=BackwardSpec(**{name: "other"}))) for name in BackwardSpec._fields),
-        signature(spec._replace(shared=True)),
-        signature(x=torch.empty(3, 128)),
-        signature(x=x.bfloat16()),
-        signature(top_k=1),
-    ]
-    assert len({number >> 1 for number in (signature(), *others)}) == 1 + len(others)
-    assert all(0 <= number < 2**31 for number in others)
 
 
 def test_own_rows_are_freed_once_sent(layer, monkeypatch):
