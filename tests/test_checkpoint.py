@@ -20,7 +20,7 @@ from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from tests.distributed.checkpoint_worker import COMMON, FOUR_RANKS, ONE_RANK, TWO_RANKS
+from tests.distributed.cases import CHECKPOINTS_FOUR, CHECKPOINTS_ONE, CHECKPOINTS_TWO, COMMON
 from tests.distributed.conftest import WorkerResults, case_dir  # noqa: F401  case_dir is a fixture
 from tests.processes import run_workers
 
@@ -77,8 +77,8 @@ def states(case_dir: Path) -> dict[str, State]:  # noqa: F811
 
 @pytest.fixture(scope="module")
 def results(case_dir: Path, states: dict[str, State]) -> WorkerResults:  # noqa: F811
-    groups = {1: [*ONE_RANK], 2: [*TWO_RANKS], 4: [*FOUR_RANKS]}
-    return WorkerResults(case_dir, "checkpoint_worker.py", groups, cpu_only=True)
+    groups = {1: [*CHECKPOINTS_ONE], 2: [*CHECKPOINTS_TWO], 4: [*CHECKPOINTS_FOUR]}
+    return WorkerResults(case_dir, ("runner.py", "tests.distributed.training:run_checkpoints"), groups, cpu_only=True)
 
 
 def model_only(state: State) -> State:

@@ -2,10 +2,18 @@
 
 import pytest
 
-from tests.processes import run_checks
+from tests.distributed.cases import AUTO
+from tests.distributed.conftest import WorkerResults
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), [(2, "checkpointed"), (4, "eager"), (4, "split")])
-def test_training_equals_the_all_to_all(case_dir, num_ranks, case):
-    """On four ranks one expert-parallel group of two has no room, and the other one knows nothing of it."""
-    run_checks("auto_worker.py", num_ranks, str(case_dir), case)
+@pytest.fixture(scope="module")
+def results(case_dir) -> WorkerResults:
+    groups = {n: [name for name, row in AUTO.items() if row.ranks == n] for n in (2, 4)}
+    return WorkerResults(
+        case_dir, ("runner.py", "tests.distributed.training:run_auto"), groups, shared=("tokenizer", "data")
+    )
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_training_equals_the_all_to_all(results, case):
+    results.get(case)

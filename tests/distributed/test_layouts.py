@@ -25,7 +25,9 @@ FIRST_LOSS = {"linears": 1e-4, "float8_linear": 1e-4}
 @pytest.fixture(scope="session")
 def results(case_dir) -> WorkerResults:
     groups = {1: [*cases.SINGLE], 2: [*cases.TWO_RANKS], 4: [*cases.FOUR_RANKS]}
-    return WorkerResults(case_dir, "worker.py", groups, shared=("tokenizer", "data"))
+    return WorkerResults(
+        case_dir, ("runner.py", "tests.distributed.training:run_layout"), groups, shared=("tokenizer", "data")
+    )
 
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])

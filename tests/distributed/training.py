@@ -1,0 +1,361 @@
+"""Trains a few steps with torchtitan's own trainer in each layout of :mod:`tests.distributed.cases`.
+
+    torchrun --nproc_per_node N tests/distributed/runner.py tests.distributed.training:run_layout OUT_DIR CASE...
+
+All cases see the same global batches. Layouts start from the same weights, OUT_DIR/seed_<flavor>.pt, which the first
+single-process run writes. OUT_DIR has the tokenizer and the data.
+"""
+
+import contextlib
+import itertools
+import logging
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchtitan.train
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torchtitan.models import gpt_oss
+from torchtitan.models.attention import FlexAttentionWrapper
+from torchtitan.models.deepseek_v3 import deepseekv3_args
+from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
+from torchtitan.models.moe.moe import TokenChoiceTopKRouter
+
+import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
+from tests.distributed.cases import AUTO, BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS, Auto, arguments
+from tests.distributed.runner import batches, gather, gather_list, whole, wrong_fp8_tensors
+from titan_fp8moe.dispatch import auto
+from titan_fp8moe.torchtitan.cpu import _dense_attention
+from titan_fp8moe.trainer.plan import plain_name
+
+VOCAB = 2048
+
+
+class RecordingTrainer(torchtitan.train.Trainer):
+    """Feeds fixed random tokens and keeps the gradients of the first step."""
+
+    def batch_generator(self, data_iterable):
+        training = self.job_config.training
+        sizes = GLOBAL_BATCH, training.seq_len, training.local_batch_size, VOCAB
+        for inputs, labels in batches(self.parallel_dims, *sizes):
+            yield {"input": inputs}, labels
+
+    def named_parameters(self):
+        for part in self.model_parts:
+            for name, p in part.named_parameters():
+                yield plain_name(name), p
+
+    def expert_bias(self) -> dict[str, torch.Tensor]:
+        buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
+        return gather({n: b.cpu().clone() for n, b in buffers if n.endswith("expert_bias")})
+
+    def counted(self) -> dict[str, float]:
+        """What each rank's routers have counted, times the ranks that see other tokens."""
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        ranks = 1 if mesh is None else mesh.size()
+        buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
+        counts = {n: float(b.sum()) * ranks for n, b in buffers if n.endswith("tokens_per_expert")}
+        return gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full gradients of the mean loss per token; collective."""
+        # torchtitan leaves gradients as token sums under pipeline parallelism.
+        tokens = GLOBAL_BATCH * self.job_config.training.seq_len
+        scale = 1 / tokens if self.parallel_dims.pp_enabled else 1.0
+        grads = {}
+        for name, p in self.named_parameters():
+            grads[name] = whole(p.grad).detach().cpu().clone() * scale
+        return gather(grads)
+
+    def record(self) -> dict:
+        clip, recorded, counted = torchtitan.train.dist_utils.clip_grad_norm_, {}, {}
+
+        def clip_and_record(*args, **kwargs):
+            if self.step == 1:
+                recorded.update(self.gradients())
+                counted.update(self.counted())
+            return clip(*args, **kwargs)
+
+        torchtitan.train.dist_utils.clip_grad_norm_ = clip_and_record
+        losses = []
+        self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
+        self.metrics_processor.should_log = lambda step: True
+        try:
+            data = self.batch_generator(None)
+            for self.step in range(1, STEPS + 1):
+                self.train_step(data)
+                if self.step == 1:  # later ones depend on how the optimizer rounds
+                    bias = self.expert_bias()
+        finally:
+            torchtitan.train.dist_utils.clip_grad_norm_ = clip
+        spread = {}
+        for name, p in self.named_parameters():
+            if "router.gate" in name and isinstance(p, DTensor) and self.parallel_dims.tp_enabled:
+                local = p.to_local().detach()
+                mesh = self.parallel_dims.get_mesh("tp")
+                low, high = local.clone(), local.clone()
+                dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
+                dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
+                spread[name] = float((high - low).abs().max())
+        meshes = {
+            name: p.device_mesh.mesh_dim_names
+            for name, p in self.named_parameters()
+            if ".experts." in name and isinstance(p, DTensor)
+        }
+        gathered = {
+            f"{name}.{p._module_info.param_name}": str(p.all_gather_outputs[0].dtype)
+            for part in self.model_parts
+            for name, module in part.named_modules()
+            if isinstance(module, FSDPModule) and name.endswith("experts")
+            if (group := module._get_fsdp_state()._fsdp_param_group) is not None
+            for p in group.fsdp_params
+        }
+        # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
+        all_losses = gather_list(losses)
+        return {
+            "grads": recorded,
+            "losses": max(all_losses, key=lambda x: x[0]),
+            "expert_bias": bias,
+            "counted": counted,
+            "gate_spread": gather(spread),
+            "expert_meshes": gather(meshes),
+            "gathered": gather(gathered),
+            "graphs": counters["stats"]["unique_graphs"],
+            "whole": [i for part in self.model_parts for i, b in part.layers.items() if isinstance(b, OptimizedModule)],
+        }
+
+
+def gather_context(attentions: list[nn.Module], mesh: DeviceMesh, kind: str) -> None:
+    """Stands in for torchtitan's ring attention, which is for bf16 on GPUs: each rank gathers all keys and values."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs) -> torch.Tensor:
+        k, v = (all_gather_tensor_autograd(t.contiguous(), 2, mesh) for t in (k, v))
+        position = torch.arange(k.shape[2], device=q.device)
+        seen = position.chunk(mesh.size())[mesh.get_local_rank()].unsqueeze(1) >= position
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, **kwargs)
+
+    for attention in attentions:
+        attention.forward = forward
+
+
+class Fp32GptOss(gpt_oss.GptOssModel):
+    """torchtitan's blocks have bf16 parameters, and their routers' biases stay as they are in memory."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.float()
+
+    def init_weights(self, **kwargs):
+        super().init_weights(**kwargs)
+        for layer in self.layers.values():
+            nn.init.zeros_(layer.moe.router.gate.bias)
+
+
+def infer_from_zeros() -> None:
+    """Pipeline stages infer shapes from uninitialized memory: here from rows that every router sends to one place."""
+    to_tensor = getattr(PipelineStage, "_to_tensor", None)  # zeros on PyTorch 2.11
+    if to_tensor is None:
+        return
+
+    def zeros(self: PipelineStage, arg: torch.Tensor | object) -> torch.Tensor:
+        tensor = to_tensor(self, arg)
+        return tensor if isinstance(arg, torch.Tensor) else torch.zeros_like(tensor, requires_grad=tensor.requires_grad)
+
+    PipelineStage._to_tensor = zeros
+
+
+def buffers_to(device: torch.device, model: nn.Module) -> None:
+    for module in model.modules():
+        module._buffers |= {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
+
+
+def prepare() -> None:
+    """Stand-ins for what this version of torchtitan, or a CPU, does not have."""
+    infer_from_zeros()
+    deepseek_v3_parallelize.apply_cp_to_attention_module = gather_context
+    tiny = deepseekv3_args["tiny"]
+    deepseekv3_args["tiny_padded"] = replace(tiny, moe_args=replace(tiny.moe_args), inter_dim=480, moe_inter_dim=288)
+    moe_args = replace(gpt_oss.gptoss_configs["debugmodel"].moe_args)
+    sizes = dict(vocab_size=VOCAB, n_layers=2, n_heads=8, n_kv_heads=2, moe_inter_dim=288, moe_args=moe_args)
+    gpt_oss.gptoss_configs["tiny_gpt_oss"] = replace(gpt_oss.gptoss_configs["debugmodel"], **sizes)
+    gpt_oss.GptOssModel = Fp32GptOss
+    FlexAttentionWrapper._compiled_flex_attn = staticmethod(_dense_attention)  # tiny layers, on GPUs too
+
+
+def run_layout(case: str, out: Path) -> dict:
+    torch._dynamo.reset()
+    counters.clear()
+    torch._functorch.config.activation_memory_budget = 1.0  # torchtitan changes it for the process
+    with closed(RecordingTrainer, out, CASES[case]) as trainer:
+        seed = out / f"seed_{trainer.job_config.model.flavor}.pt"
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        if not seed.exists():
+            torch.save(get_model_state_dict(trainer.model_parts[0], options=options), seed)
+        state = torch.load(seed, mmap=True)
+        for part in trainer.model_parts:
+            # One device is all that full state dicts go to; with CPU offload only the buffers are on the GPU.
+            buffers_to(next(part.parameters()).device, part)
+            set_model_state_dict(part, dict(state), options=options)
+            buffers_to(trainer.device, part)
+        result = trainer.record()
+        if case in FP8_TENSORS:
+            adapter = trainer.train_spec.state_dict_adapter(trainer.model_args, None)
+            result["wrong fp8_tensors"] = wrong_fp8_tensors(trainer.model_parts[0], adapter)
+        return result
+
+
+@contextlib.contextmanager
+def closed(kind: type[RecordingTrainer], out: Path, flags: list[str]) -> Iterator[Any]:
+    """A trainer, whose dump folder goes."""
+    with tempfile.TemporaryDirectory() as dump:
+        args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={out}/tokenizer"]
+        args += ["--training.dataset=c4_test", f"--training.dataset_path={out}/data", *flags]
+        trainer = kind(torchtitan.train.ConfigManager().parse_args(args))
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+# --- dispatch = "auto" ------------------------------------------------------------------------------------------------
+
+
+class JumpingTrainer(RecordingTrainer):
+    """Every expert gets equally many tokens, but where a row of AUTO jumps all go to one rank of the first two, an
+    expert-parallel group."""
+
+    def named(self, *names: str) -> list[torch.Tensor]:
+        tensors = [(n, t) for part in self.model_parts for n, t in part.named_buffers()]
+        return [t for n, t in tensors if n.endswith(names)]
+
+    def run(self, row: Auto) -> tuple[list[torch.Tensor], list[float], list[int]]:
+        """Numbers that any dispatch must have in common; rooms before and graphs after each step."""
+        losses, rooms, graphs = [], [], []
+        modules = [m for part in self.model_parts for m in part.modules()]
+
+        def disturb(_, __, out: torch.Tensor) -> torch.Tensor:
+            out = F.dropout(out, 0.1)
+            if self.step == row.nan:
+                out[:, 40] = torch.nan
+            return out
+
+        for part in self.model_parts:
+            if part.tok_embeddings is not None:
+                part.tok_embeddings.register_forward_hook(disturb)
+        self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
+        self.metrics_processor.should_log = lambda step: True
+        data, rank = self.batch_generator(None), dist.get_rank()
+        for self.step in range(1, len(row.rooms) + 1):
+            biases, jumps = self.named("expert_bias"), self.step in row.jumps and rank < 2
+            kept = [bias.clone() for bias in biases]
+            for router in (m for m in modules if isinstance(m, TokenChoiceTopKRouter)):
+                router._debug_force_load_balance = not jumps
+            for bias in biases:
+                bias[: len(bias) // 2] += 100 * jumps
+            rooms.append(auto.room())
+            assert len({*gather_list(rooms[-1])}) == 1, f"ranks disagree before step {self.step}"
+            auto._has_memory = lambda room: (self.step, rank) != row.short
+            before = counters["stats"]["unique_graphs"]
+            self.train_step(data)
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+            for bias, before in zip(biases if jumps else (), kept, strict=False):
+                bias.copy_(before)
+        parameters = [p.detach() for part in self.model_parts for p in part.parameters()]
+        parameters = [getattr(p, "_local_tensor", p).clone() for p in parameters]
+        flags = [flags for m in modules if (flags := getattr(m, "nan_flags", None)) is not None]
+        return [torch.tensor(losses), *parameters, *self.named("expert_bias"), *flags], rooms, graphs
+
+
+class Records(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def run_auto(case: str, out: Path) -> dict:
+    """Against the all-to-all, bit for bit. Uniform routing has room at once, and a jump never."""
+    row, records = AUTO[case], Records()
+    auto.CALM_STEPS, auto.ROOMS, auto.MARGIN = 2, (1.0,), 1.0
+    auto.logger.addHandler(records)
+    auto.logger.setLevel(logging.INFO)
+    runs = []
+    for dispatch in ("all_to_all", "auto"):
+        torch._dynamo.reset()
+        records.messages.clear()
+        with closed(JumpingTrainer, out, [*row.flags, f"--fp8_flow_moe.dispatch={dispatch}"]) as trainer:
+            runs.append(trainer.run(row))
+    auto.logger.removeHandler(records)
+    (want, none, _), (got, rooms, graphs) = runs
+    assert not any(none), "auto changes the way of another setting"
+    assert tuple(rooms) == row.rooms, rooms
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert any(gather_list(bool(got[0].isnan().any()))) == bool(row.nan)
+    assert sum("run again" in message for message in records.messages) == 1, records.messages
+    first = rooms.index(1.0)
+    assert graphs[first] == ("compiled" in case), graphs  # both layers share it
+    return {}
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class CheckpointTrainer(RecordingTrainer):
+    """Keeps losses, and the state before the first step and after the last."""
+
+    def __init__(self, job_config):
+        super().__init__(job_config)
+        self.losses, self.loaded = {}, None
+        self.metrics_processor.log = lambda step, loss, *args, **kwargs: self.losses.update({step: float(loss)})
+
+    def batch_generator(self, data_iterable):
+        """Two fixed global batches over and over; every run sees the same one in the same step."""
+        micro = self.gradient_accumulation_steps
+        two = list(itertools.islice(super().batch_generator(data_iterable), 2 * micro))
+        return itertools.islice(itertools.cycle(two), self.step % 2 * micro, None)
+
+    def train_step(self, data_iterator):
+        if self.loaded is None:
+            self.loaded = self.full_state(with_optimizer=self.step > 1)
+        super().train_step(data_iterator)
+
+    def full_state(self, with_optimizer: bool) -> dict[str, torch.Tensor]:
+        """Whole tensors by their names in a checkpoint; collective."""
+        states = self.checkpointer.states
+        state = dict(states["model"].state_dict())
+        if with_optimizer:
+            state |= {f"optimizer.{k}": v for k, v in states["optimizer"].state_dict().items() if torch.is_tensor(v)}
+        return {k: whole(v).detach().clone() for k, v in state.items()}
+
+
+def run_checkpoints(name: str, out: Path) -> dict:
+    """From one checkpoint to another, with OUT_DIR/<name> as its dump folder: the loss of each step, and the full state
+    before the first and after the last one."""
+    # The trainer ends with a pause in which the other ranks may finish.
+    torchtitan.train.time.sleep = lambda seconds: None
+    trainer = CheckpointTrainer(torchtitan.train.ConfigManager().parse_args(arguments(name, out)))
+    try:
+        trainer.train()
+        return {"losses": trainer.losses, "loaded": trainer.loaded, "saved": trainer.full_state(with_optimizer=True)}
+    finally:
+        trainer.close()
+
+
+prepare()
