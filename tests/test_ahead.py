@@ -153,8 +153,10 @@ class LateStreams:
         return there
 
 
-def test_a_loader_may_reuse_pinned_memory_in_the_next_step(monkeypatch):
-    """Whether or not the trainer waits for the copies: torchtitan's does, by a copy of the number of tokens."""
+@pytest.mark.parametrize("late", [True, False])
+def test_a_loader_may_reuse_pinned_memory_in_the_next_step(monkeypatch, late):
+    """Whether or not the trainer waits for the copies: torchtitan's does, by a copy of the number of tokens. A
+    computation that is not late waits for its own copies."""
     streams, seen, buffers = LateStreams(monkeypatch), [], torch.zeros(2, 3)
 
     def load():
@@ -171,6 +173,8 @@ def test_a_loader_may_reuse_pinned_memory_in_the_next_step(monkeypatch):
 
         def forward_backward_step(self, x):
             streams.computing.work.append(lambda: seen.append(int(x[0])))
+            if not late:
+                streams.run(streams.computing)
 
     with undone():
         keep_host_ahead(StandIn)
