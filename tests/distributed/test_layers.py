@@ -310,6 +310,9 @@ def test_too_many_rows_for_one_rank() -> None:
         base.MAX_ROWS = 384
         with refused("rank 1 of the expert-parallel group has 420 rows for its 4 experts"):
             ours(over(SMALL, "all_to_all"), mine(row))
+        base.MAX_ROWS, row = 256, Row(SMALL._replace(experts=2, top_k=1), uneven=(300, 0))
+        with refused("rank 0 of the expert-parallel group has ", " and dispatches 300 tokens"):
+            ours(over(row.layer, "all_to_all"), mine(row))
     finally:
         base.MAX_ROWS = limit
     direct()
