@@ -1,21 +1,33 @@
-"""Jobs of torchtitan for tests: a config, the mesh's dimensions and a converted model, on a CPU."""
+"""Jobs of torchtitan 0.2.2 for tests: a config, the mesh's dimensions and a converted model, on a CPU.
+
+``tests/torchtitan03/jobs.py`` has the names below ``ADAPTER`` for torchtitan 0.3, so that both pass the same tests.
+"""
 
 import copy
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config.job_config import Debug
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import attention
+from torchtitan.models.gpt_oss.model.moe import swiglu  # noqa: F401
+from torchtitan.models.moe.moe import MoE, MoEArgs
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import backend
+from titan_fp8moe.torchtitan import converter, cpu, dry_run, flavors, job_checks
 from titan_fp8moe.torchtitan.cpu import _dense_attention, _histc_with_integers
+from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu
+from titan_fp8moe.trainer.experts import TitanExperts
 
 CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
 
@@ -56,3 +68,76 @@ def make_model(config: JobConfig, device: str = "meta", **changes) -> nn.Module:
 def convert(config: JobConfig, model: nn.Module, dims: ParallelDims | None = None) -> nn.Module:
     build_model_converters(config, dims or make_dims()).convert(model)
     return model
+
+
+# --- what both releases have ------------------------------------------------------------------------------------------
+
+ADAPTER = "titan_fp8moe.torchtitan"
+VALIDATION = "validation"
+DRY_RUN = ["train_configs/debug.toml"]
+FLEX = attention.FlexAttentionWrapper
+DEBUG = Debug
+create_attention_mask = attention.create_attention_mask
+
+
+def set_all(job: Any, settings: dict[str, Any]) -> Any:
+    for path, value in settings.items():
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, job), name, value)
+    return job
+
+
+def parse(*flags: str) -> JobConfig:
+    return ConfigManager().parse_args(["--job.config_file=train_configs/debug.toml", *flags])
+
+
+def make_job(settings: dict[str, Any] | None = None, **fp8: Any) -> JobConfig:
+    """A job of a debug model. ``settings`` by their paths, ``fp8`` of the section fp8_flow_moe."""
+    return set_all(
+        make_config(), {"training.seq_len": 2048, **(settings or {}), "fp8_flow_moe": Fp8FlowMoEConfig(**fp8)}
+    )
+
+
+def plain_model() -> nn.Module:
+    return make_model(make_config())
+
+
+def start(job: JobConfig, ranks: int = 1, dim: int = 256, hidden_dim: int = 256) -> nn.Module:
+    """The job's model on the meta device, converted; what is refused is unchanged. The dims are those of experts."""
+    model = make_model(job, dim=dim, moe_inter_dim=hidden_dim)
+    try:
+        converter.Fp8FlowMoEConverter(job, dry_run.make_parallel_dims(job, ranks)).convert(model)
+    except ValueError:
+        assert not any(isinstance(module, TitanExperts) for module in model.modules())
+        raise
+    return model
+
+
+def layout(job: JobConfig, ranks: int) -> tuple[int, ...]:
+    return job_checks.expert_layout(job, dry_run.make_parallel_dims(job, ranks))
+
+
+def gpt_oss(limit: float) -> nn.Module:
+    """Its converted experts."""
+    config = make_config(model="gpt_oss", flavor="debugmodel")
+    return convert(config, make_model(config, n_layers=1, swiglu_limit=limit)).layers["0"].moe.experts
+
+
+def register() -> None:
+    """What an import does to other packages."""
+    converter.register()
+    flavors.register_flavors()
+    if not torch.cuda.is_available():
+        cpu.enable_cpu_training()
+
+
+def moe_layer(fp8: bool, groups: int | None) -> tuple[MoE, str]:
+    """With random parameters, and the name of its counts of tokens."""
+    args = MoEArgs(num_experts=8, top_k=3, num_expert_groups=groups, num_limited_groups=groups and 2)
+    layer = MoE(args, dim=256, hidden_dim=128)
+    with torch.no_grad():
+        layer.init_weights(0.05, torch.device("cpu"))
+        nn.init.normal_(layer.router.gate.weight, std=0.3)
+    if fp8:
+        Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
+    return layer, "tokens_per_expert"

@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.distributed.expert_parallel import ReordererSequenceParallel
-from torchtitan.models.deepseek_v3.infra import parallelize
 
-from tests import jobs
 from tests.layer import refused
 from tests.patched import assert_listed_and_undone, snapshot, undone
-from titan_fp8moe import patches, peft
-from titan_fp8moe.torchtitan import compiling, converter, cpu, flavors, metrics, parallel
-from titan_fp8moe.trainer import preflight
+from titan_fp8moe import patches
 
 ON = {"checked_on": "other 1.0"}
 
@@ -91,8 +85,8 @@ def test_a_value_is_put_again(other):
 def test_two_modules_change_one_value(other):
     """They are undone from the last to the first, and made again in their order."""
     patches.put(other, "number", 2, **ON)
-    elsewhere = FunctionType(patch_number.__code__, globals() | {"__name__": "elsewhere"})
-    elsewhere(other, 3)
+    put = lambda: patches.put(other, "number", 3, **ON)  # noqa: E731
+    FunctionType(put.__code__, globals() | {"__name__": "elsewhere"}, closure=put.__closure__)()
     assert len(patches.listed()) == 2
     with undone():
         assert other.number == 1
@@ -101,8 +95,19 @@ def test_two_modules_change_one_value(other):
     assert other.number == 1
 
 
-def patch_number(other, value):
-    patches.put(other, "number", value, **ON)
+@pytest.mark.parametrize("users_first", [False, True])
+def test_a_users_wrapper_is_not_taken_for_ours(other, users_first: bool):
+    """``functools.wraps`` copies all attributes of what it wraps, those of our wrapper too."""
+
+    def users(function):
+        return functools.wraps(function)(lambda n: function(n) + 1)
+
+    other.function = users(abs) if users_first else abs
+    patches.wrap(other, "function", lambda f: functools.wraps(f)(twice(f)), **ON)
+    if not users_first:
+        other.function = users(other.function)
+    patches.wrap(other, "function", lambda f: functools.wraps(f)(twice(f)), **ON)
+    assert other.function(3) == (8 if users_first else 7)
 
 
 def test_hooks_of_optimizers():
@@ -136,77 +141,6 @@ def test_what_is_gone_is_named(other):
     assert not patches.listed()
 
 
-@pytest.mark.parametrize("whose", ["before", "after"])
-def test_a_users_wrapper_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch, whose: str):
-    """``functools.wraps`` copies all attributes of what it wraps, those of our wrapper too."""
-    called = []
-
-    def users(apply_compile):
-        @functools.wraps(apply_compile)
-        def wrapper(*args: Any) -> None:
-            called.append("user")
-            apply_compile(*args)
-
-        return wrapper
-
-    monkeypatch.setattr(compiling, "why_submodules", lambda block: called.append("ours") or "not converted")
-    block = nn.Module()
-    block.moe_enabled = False
-    model: Any = nn.Module()
-    model.layers = nn.ModuleDict({"0": block})
-    with undone(), monkeypatch.context() as patched:
-        patched.setattr(parallelize, "apply_compile", lambda *_: called.append("torchtitan"))
-        with undone():
-            if whose == "before":
-                parallelize.apply_compile = users(parallelize.apply_compile)
-            compiling.install(parallelize)
-            if whose == "after":
-                parallelize.apply_compile = users(parallelize.apply_compile)
-            compiling.install(parallelize)
-            parallelize.apply_compile(model, None, False)
-    order = ["ours", "user"] if whose == "before" else ["user", "ours"]
-    assert called == [*order, "torchtitan"]
-
-
-@pytest.mark.parametrize("name", ["should_log", "_apply", "_activate_lora"])
-def test_users_wrappers_stay(name: str):
-    """Around what torchtitan or PEFT has, and around what we have put in its place."""
-
-    def users(function):
-        return functools.wraps(function)(lambda *args: function(*args))
-
-    if name == "_activate_lora":
-        owner, install = pytest.importorskip("peft.tuners.lora").ParamWrapper, lambda: peft.run_beside(lambda _: True)
-    elif name == "_apply":
-        owner, install = ReordererSequenceParallel, parallel.install
-    else:
-        owner, install = MetricsProcessor, metrics.look_after_each_step
-    with undone(), pytest.MonkeyPatch.context() as patched:
-        first = users(getattr(owner, name))
-        patched.setattr(owner, name, first)
-        with undone():
-            install()
-            ours = getattr(owner, name)
-            assert ours is not first and ours.__wrapped__ is first
-            second = users(ours)
-            setattr(owner, name, second)
-            install()
-            assert getattr(owner, name) is second
-
-
-def test_torchtitan():
-    config = jobs.make_config("--fp8_flow_moe.cache_weights")
-    model = jobs.make_model(config)
-    with undone():
-        before = snapshot()
-        converter.register()
-        flavors.register_flavors()
-        if not torch.cuda.is_available():
-            cpu.enable_cpu_training()
-        jobs.convert(config, model)
-        assert_listed_and_undone(before)
-
-
 def test_transformers_and_peft():
     adapter = pytest.importorskip("titan_fp8moe.transformers")
     if importlib.util.find_spec("peft") is not None:
@@ -216,13 +150,3 @@ def test_transformers_and_peft():
         adapter.register()
         adapter.register()
         assert_listed_and_undone(before)
-
-
-def test_a_dry_run_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch):
-    """A notebook may check a job before it trains one."""
-    from titan_fp8moe.torchtitan import dry_run
-
-    monkeypatch.setattr(sys, "argv", ["dry_run", "train_configs/debug.toml", "--rank", "5"])
-    with pytest.raises(SystemExit):
-        dry_run.from_command_line(None)
-    assert preflight.trains_here()

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
-from torchtitan.models.moe.moe import MoE, MoEArgs
 
 pytest.importorskip("transformers", "5.17")
 
@@ -21,10 +20,9 @@ from experiments.reference import relative_error
 from tests.layer import DEVICE, D, E, H, K
 from tests.processes import run_checks, run_script
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, record_routing, replay_routing
+from titan_fp8moe import Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.nn.routing_replay import _by_layer, _layers
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 B, S = 2, 24
 EXPERTS, TOP_K = 6, 2  # of the models
@@ -166,36 +164,6 @@ def test_a_router_that_looks_experts_up_needs_no_replay():
         assert torch.equal(block(x, tokens), want)
     with pytest.raises(RuntimeError, match="ran other experts"), replay_routing(block, (ids + 1) % EXPERTS):
         block(x, tokens)
-
-
-def make_torchtitan(fp8: bool, **arguments: Any) -> MoE:
-    layer = MoE(MoEArgs(num_experts=E, top_k=K, **arguments), dim=D, hidden_dim=H).to(DEVICE)
-    with torch.no_grad():
-        layer.init_weights(0.05, torch.device(DEVICE))
-        nn.init.normal_(layer.router.gate.weight, std=0.3)
-    if fp8:
-        Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
-    return layer
-
-
-@pytest.mark.parametrize("fp8", [True, False])
-@pytest.mark.parametrize("groups", [None, 4])
-def test_torchtitan(fp8: bool, groups: int | None):
-    """The load that the expert bias is to balance is the replayed one."""
-    layer = make_torchtitan(fp8, num_expert_groups=groups, num_limited_groups=groups and 2)
-    x = torch.randn(B, S, D, device=DEVICE)
-    with record_routing(layer) as routing:
-        want = layer(x)
-    ids = routing.routed_experts()
-    with replay_routing(layer, ids):
-        assert torch.equal(layer(x), want)
-    others = choose(B, S, 1, experts=E, top_k=K)
-    layer.tokens_per_expert.zero_()
-    with replay_routing(layer, others):
-        out = layer(x)
-        out.square().sum().backward()
-    assert torch.equal(layer.tokens_per_expert.long(), others.flatten().bincount(minlength=E))
-    assert layer.router.gate.weight.grad.any() and relative_error(out.detach(), want) > 0.1
 
 
 class Model(nn.Module):
@@ -358,26 +326,53 @@ def test_routing_that_does_not_fit_is_refused(routed: Tensor, error: type[Except
     assert "forward" not in vars(block)
 
 
-class WithoutIds(Model):
+class WithoutIds(nn.Module):
     """Every expert for every token, weighted."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, E, bias=False), nn.Linear(E, D)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.experts(self.router(x))
 
 
-def test_experts_without_ids_are_refused():
-    model, x = WithoutIds(), torch.randn(S, D)
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (WithoutIds, RuntimeError, "experts ran other experts"),
+        (lambda: nn.Linear(D, D), ValueError, "Linear has no RoutedExperts"),
+        (lambda: TwoRouters(False), ValueError, "ffn and second_ffn are chosen in one module's forward"),
+        (lambda: TwoRouters(True), ValueError, "ffn and second.ffn are chosen in one module's forward"),
+    ],
+)
+def test_models_that_cannot_be_followed_are_refused(model, error: type[Exception], message: str):
+    """Of two routers in one forward a record would hold the second one's choice twice."""
+    model, ids = model(), choose(S, 1, experts=E, top_k=K).to("cpu")
+    for context in (record_routing(model), replay_routing(model, ids)):
+        with pytest.raises(error, match=message), context:
+            model(torch.randn(S, D))
+
+
+def test_replays_without_a_forward_or_inside_another_are_refused():
+    model, ids = Model(), choose(S, 1, experts=E, top_k=K)
+    with replay_routing(model, ids):
+        model(torch.randn(S, D))
+        with pytest.raises(RuntimeError, match="leave the other replay_routing first"):
+            replay_routing(model, ids).__enter__()
+    with pytest.raises(RuntimeError, match="no routing was replayed in ffn"), replay_routing(model, ids):
+        pass
+
+
+def test_experts_in_a_wrapper_are_one_layer():
+    model = Model()
+    model.experts = torch.compile(model.ffn, backend="eager")
     del model.ffn
-    model.experts = nn.Linear(E, D)
-    for replayed in (record_routing(model), replay_routing(model, choose(S, 1, experts=E, top_k=K).to("cpu"))):
-        with pytest.raises(RuntimeError, match="experts ran other experts"), replayed:
-            model(x)
-
-
-def test_models_without_experts_are_refused():
-    for replayed in (replay_routing(nn.Linear(D, D), choose(B, S, 1)), record_routing(nn.Linear(D, D))):
-        with pytest.raises(ValueError, match="Linear has no RoutedExperts"), replayed:
-            pass
+    model.forward = lambda x: model.experts(x, *model.router(x).softmax(-1).topk(K)[::-1])
+    ids, x = choose(S, 1, experts=E, top_k=K), torch.randn(S, D)
+    with replay_routing(model, ids), record_routing(model) as routing:
+        model(x)
+    assert torch.equal(routing.routed_experts().long(), ids)
 
 
 class TwoRouters(nn.Module):
@@ -392,23 +387,6 @@ class TwoRouters(nn.Module):
             del self.second
 
     forward = Model.forward
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_two_routers_in_one_forward_are_refused(nested: bool):
-    """A record would hold the second one's choice twice."""
-    model, second = TwoRouters(nested), "second.ffn" if nested else "second_ffn"
-    for context in (record_routing(model), replay_routing(model, choose(S, 2))):
-        with pytest.raises(ValueError, match=f"ffn and {second} are chosen in one module's forward"), context:
-            pass
-
-
-def test_a_replay_inside_another_is_refused():
-    model, ids = Model(), choose(S, 1, experts=E, top_k=K)
-    with replay_routing(model, ids):
-        model(torch.randn(S, D))
-        with pytest.raises(RuntimeError, match="leave the other replay_routing first"):
-            replay_routing(model, ids).__enter__()
 
 
 class Margin(Model):
@@ -443,23 +421,6 @@ def test_a_topk_that_is_not_the_choice(chooses: str):
         assert routing.routed_experts().shape == (S, 1, K)
     with refused if chooses == "max" else contextlib.nullcontext(), replay_routing(model, ids):
         model(x)
-
-
-def test_experts_in_a_wrapper_are_one_layer():
-    model = Model()
-    model.experts = torch.compile(model.ffn, backend="eager")
-    del model.ffn
-    model.forward = lambda x: model.experts(x, *model.router(x).softmax(-1).topk(K)[::-1])
-    ids, x = choose(S, experts=E, top_k=K), torch.randn(S, D)
-    with replay_routing(model, ids.unsqueeze(-2)), record_routing(model) as routing:
-        model(x)
-    assert torch.equal(routing.routed_experts().long(), ids.unsqueeze(-2))
-
-
-def test_layers_without_a_forward_are_named():
-    model = make_model()
-    with pytest.raises(RuntimeError, match="no routing was replayed in model"), replay_routing(model, choose(B, S, 2)):
-        pass
 
 
 @pytest.mark.slow

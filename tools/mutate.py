@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_fp8moe"
 TIMEOUT = 400  # seconds for the tests of one mutation; one that hangs is noticed
 CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_costs.py", "test_dense.py"]
-ADAPTER = ["test_converter.py", "test_compat.py"]
+ADAPTER = ["test_titan_jobs.py", "test_converter.py", "test_compat.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
     "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py", "test_gemm_compile.py"],
@@ -52,17 +52,17 @@ TESTS = {
     "trainer/measure": ["test_measure.py"],
     "trainer/nan_watch": ["test_nan_watch.py"],
     "patches": ["test_patches.py"],
-    "torchtitan/dry_run": ["test_train_configs.py", "test_warm_up.py"],
-    "trainer/dry_run": ["test_train_configs.py", "test_warm_up.py"],
+    "torchtitan/dry_run": ["test_titan_jobs.py", "test_train_configs.py", "test_warm_up.py"],
+    "trainer/dry_run": ["test_titan_jobs.py", "test_train_configs.py", "test_warm_up.py"],
     "trainer/memory": ["test_memory.py"],
-    "torchtitan/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
+    "torchtitan/cpu": ["test_titan_jobs.py", "test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "torchtitan/first_hour": ["test_first_hour.py"],
     "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],
     "torchtitan/checkpoint": [*ADAPTER, "test_export_fp8.py", "distributed/test_layouts.py"],
     "torchtitan/flavors": ["test_cpu_training.py"],
     "torchtitan/parallel": [*ADAPTER, "test_patches.py", "test_modules.py", "test_overlap.py"],
     "torchtitan/compiling": ["test_compiling.py", "test_modules.py", "test_overlap.py", "distributed/test_auto.py"],
-    "torchtitan/": [*ADAPTER, "test_settings.py", "test_modules.py", "test_compiling.py", "test_overlap.py"],
+    "torchtitan/": [*ADAPTER, "test_modules.py", "test_compiling.py", "test_overlap.py"],
     "layer/statistics": ["test_statistics.py"],
     "layer/lora": ["test_lora.py"],
     "layer/ffn": ["test_lora.py", *CORE, "test_grouped.py", "test_statistics.py"],
@@ -73,8 +73,8 @@ TESTS = {
     "ops/quantize": ["test_ops.py", "test_cache.py", "test_fp8_weights.py"],
     "activations": ["test_recipe.py", "kernels/test_swiglu.py"],
     "nn/lora": ["test_lora.py"],
-    "trainer/preflight": ["test_checks.py", "test_converter.py", "test_settings.py"],
-    "trainer/cpu": ["test_versions.py", "test_compat.py", "test_cpu_training.py"],
+    "trainer/preflight": ["test_checks.py", "test_titan_jobs.py", "test_settings.py"],
+    "trainer/cpu": ["test_titan_jobs.py", "test_versions.py", "test_compat.py", "test_cpu_training.py"],
     "trainer/plan": [*ADAPTER, "test_checks.py", "test_export_fp8.py"],
     "trainer/": [*ADAPTER, "test_checks.py"],
     "config": ["test_checks.py", "test_settings.py", "test_moe.py"],

@@ -16,7 +16,7 @@ if [ "${1-}" = --torchtitan03 ]; then
     torchtitan=0.3.0
     . "$(dirname "$0")/environment.sh" pytest pytest_timeout tensorboard
     export OMP_NUM_THREADS=1
-    tests tests/torchtitan03 "$@"
+    tests tests/torchtitan03 tests/test_titan_jobs.py "$@"
     exit
 fi
 . "$(dirname "$0")/environment.sh" matplotlib tensorboard accelerate codespell_lib hypothesis peft pyrefly pytest \

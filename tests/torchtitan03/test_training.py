@@ -8,14 +8,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-import torch
-from torchtitan.config.configs import DebugConfig
-from torchtitan.distributed import utils
-from torchtitan.models.common import attention
 
 import titan_fp8moe.torchtitan03  # noqa: F401  uses the CPU
 from tests.processes import ended_well, time_limit
@@ -34,31 +28,6 @@ OPTIONS = """
 FP8 = ["--override.imports", 'titan_fp8moe.torchtitan03.fp8_flow_moe={"save_h": "fp8"}']
 SAVE_IN_HF = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-
-
-def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    """A CUDA build names its accelerator without a driver too, and masks are made there by default."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("meta"))
-    mask = attention.create_attention_mask(lambda b, h, i, j: i >= j, 1, None, 16, 16)
-    assert mask.kv_num_blocks.device.type == "cpu"
-
-
-def test_deterministic_jobs_keep_the_dense_attention(monkeypatch: pytest.MonkeyPatch):
-    """torchtitan compiles flex attention anew for them, which has no backward on the CPU."""
-    dense = attention.FlexAttention._compiled_flex_attn
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", called := Mock())
-    for owner, name in (
-        *((torch.backends.cudnn, name) for name in ("deterministic", "benchmark")),
-        (torch.utils.deterministic, "fill_uninitialized_memory"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    for name in ("max_autotune", "coordinate_descent_tuning"):
-        monkeypatch.setitem(attention.FlexAttention.inductor_configs, name, True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    dims = SimpleNamespace(world_size=1)
-    utils.set_determinism(dims, torch.device("cpu"), DebugConfig(deterministic=True), [])
-    called.assert_called_with(True, warn_only=False)
-    assert attention.FlexAttention._compiled_flex_attn is dense
 
 
 def train(case_dir: Path, tmp_path: Path, *more: str) -> str:

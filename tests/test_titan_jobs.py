@@ -1,0 +1,309 @@
+"""Jobs of torchtitan, of the release that is installed: what is refused, what is converted, what a CPU needs."""
+
+import importlib
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torchtitan.distributed import utils
+
+from tests.layer import refused
+from tests.patched import assert_listed_and_undone, snapshot, undone
+from tests.processes import call, run_script
+from titan_fp8moe import record_routing, replay_routing
+from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.trainer import cpu, plan, preflight
+from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts
+from titan_fp8moe.versions import installed
+
+RELEASE = str(installed("torchtitan"))
+jobs: Any = importlib.import_module("tests.torchtitan03.jobs" if RELEASE.startswith("0.3") else "tests.jobs")
+if hasattr(jobs, "cpu_only"):
+    cpu_only = jobs.cpu_only
+
+
+def degrees(**kinds: int) -> dict[str, Any]:
+    return {f"parallelism.{kind}_parallel_degree": degree for kind, degree in kinds.items()}
+
+
+def schedule(name: str) -> dict[str, Any]:
+    return {"parallelism.pipeline_parallel_schedule": name}
+
+
+def of_this_release(cases: list[tuple]) -> list[tuple]:
+    """Without their first entries, the beginnings of the releases that they are for."""
+    return [case[1:] for case in cases if RELEASE.startswith(case[0])]
+
+
+PP2, CP2, EP2, EP3 = degrees(pipeline=2), degrees(context=2), degrees(expert=2), degrees(expert=3)
+SHARD2_TP16_EP2 = degrees(data=1, tensor=16, expert=2) | {"parallelism.data_parallel_shard_degree": 2}
+del SHARD2_TP16_EP2["parallelism.data_parallel_degree"]
+ETP = "parallelism.expert_tensor_parallel_degree"
+CSV = {"parallelism.pipeline_parallel_schedule_csv": "a.csv"}
+VALIDATES, OFFLOADS = {f"{jobs.VALIDATION}.enable": True}, {"training.enable_cpu_offload": True}
+COMPILES, LOGS = {"compile.enable": True}, {"metrics.enable_tensorboard": True}
+OVERLAP, CONVERTERS = "parallelism.pipeline_parallel_expert_parallel_overlap", "model.converters"
+GATHER, COUNT, SYMMETRIC = {"fp8_all_gather": True}, {"statistics_every": 5}, {"dispatch": "symmetric"}
+WO, FLOAT8_LINEARS = {"linear_fqns": ["attention.wo."]}, {CONVERTERS: ["quantize.linear.float8", "fp8_flow_moe"]}
+# Releases, ranks, settings of the job, of fp8_flow_moe, the experts' dims, and what the error says; None if it works.
+REFUSED: list[tuple] = [
+    ("", 1, OFFLOADS, GATHER, {}, "training.enable_cpu_offload"),
+    ("", 1, OFFLOADS, {}, {}, None),
+    ("", 1, {}, COUNT, {}, "metrics.enable_tensorboard"),
+    ("", 1, LOGS, COUNT, {}, None),
+    ("", 2, VALIDATES | CP2, {}, {}, f"{jobs.VALIDATION}.enable = false"),
+    ("", 1, VALIDATES, {}, {}, None),
+    ("", 2, CP2, {}, {}, None),
+    *(("", 4, PP2 | EP2 | schedule(name), {}, {}, None) for name in ("1f1b", "Interleaved1F1B", "GPipe")),
+    ("", 1, schedule("DualPipeV"), {}, {}, None),  # without a pipeline nobody reads it
+    ("0.2", 4, PP2 | EP2 | schedule("ZBVZeroBubble"), {}, {}, None),
+    ("0.2", 4, PP2 | EP2 | CSV, {"dispatch": "all_to_all"}, {}, None),
+    ("0.2", 2, PP2 | schedule("dualpipev") | {OVERLAP: True}, {}, {}, f"{OVERLAP} = false"),
+    ("0.2", 2, PP2 | schedule("DualPipeV") | {OVERLAP: False}, {}, {}, None),
+    ("0.3", 2, PP2 | schedule("ZBVZeroBubble"), {}, {}, "may split the backward"),
+    ("0.3", 2, PP2 | CSV, {}, {}, "schedule_csv = 'a.csv'"),
+    ("", 4, EP3, {}, {}, "expert_parallel_degree = 3 does not divide"),
+    ("", 3, EP3, {}, {}, "8 experts do not divide over 3"),
+    ("", 16, {}, GATHER, {}, "8 experts do not divide over 1 expert-parallel x 16 FSDP"),
+    ("", 8, EP2, GATHER, {}, None),
+    ("", 1, {}, {}, {"dim": 200}, "layers.1.moe: model dim 200"),
+    ("", 1, {}, {}, {"hidden_dim": 200}, "layers.1.moe: expert hidden dim 200"),
+    # 1408 = 88 * 16, which 16 ranks cannot share
+    ("", 16, degrees(tensor=16), {}, {"hidden_dim": 1408}, "88 per rank"),
+    ("0.2", 32, SHARD2_TP16_EP2 | {ETP: 16}, {}, {"hidden_dim": 1408}, f"{ETP} = 1"),
+    ("0.2", 32, SHARD2_TP16_EP2 | {ETP: 1}, {}, {"hidden_dim": 1408}, None),
+    ("", 1, {}, {"filter_fqns": ["layers.1.", "layers.7."]}, {}, "filter_fqns has 'layers.7.'"),
+    ("", 1, {}, {"linear_fqns": ["w2"]}, {}, "linear_fqns has 'w2', which matches none"),
+    ("", 1, {}, {"linear_fqns": ["attention.wkv_a."]}, {}, "attention.wkv_a is"),
+    ("", 4, degrees(tensor=4), WO, {}, "over 4 tensor-parallel ranks"),
+    ("", 2, EP2, SYMMETRIC, {}, "needs all expert-parallel ranks on one node"),
+    ("0.2", 1, {"optimizer.early_step_in_backward": True}, {"cache_weights": True}, {}, "early_step_in_backward"),
+    ("0.2", 1, {CONVERTERS: ["fp8_flow_moe", "quantize.grouped_mm.mx"]}, {}, {}, f"keep one of them in {CONVERTERS}"),
+    ("0.2", 1, FLOAT8_LINEARS, WO, {}, "both convert linears"),
+    ("0.2", 1, FLOAT8_LINEARS, {}, {}, None),
+    ("0.2", 1, COMPILES | LOGS, WO | COUNT, {}, "leave out one of the three"),
+    ("0.3", 1, LOGS | {"training.disable_cuda_graphs": False}, COUNT, {}, "training.disable_cuda_graphs = true"),
+    ("0.3", 1, COMPILES, GATHER, {}, "fp8_all_gather works outside of graphs"),
+    ("0.3", 1, {"parallelism.spmd_backend": "full_dtensor"}, {}, {}, "'partial_dtensor'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "settings", "fp8", "dims", "said"), of_this_release(REFUSED))
+def test_jobs_that_cannot_work_are_refused(monkeypatch, ranks: int, settings: dict, fp8: dict, dims: dict, said):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with refused(*[said] * bool(said)):
+        assert any(
+            isinstance(m, TitanExperts) for m in jobs.start(jobs.make_job(settings, **fp8), ranks, **dims).modules()
+        )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "layout"),
+    [
+        (1, {}, (1, 1, 1, 1024)),
+        (2, degrees(tensor=2), (1, 2, 1, 1024)),  # whose ranks have all tokens
+        (4, CP2, (1, 1, 4, 512)),  # whose ranks count for FSDP
+        (4, CP2 | EP2, (2, 1, 2, 512)),
+        (8, degrees(tensor=2, expert=4), (4, 1, 2, 1024 if RELEASE < "0.3" else 512)),  # which spans TP's ranks
+        *[(8, degrees(tensor=2, expert=4) | {ETP: 2}, (4, 2, 1, 1024))] * (RELEASE < "0.3"),
+        (2, PP2, (1, 1, 1, 256)),
+    ],
+)
+def test_layout_of_the_experts(ranks: int, settings: dict, layout: tuple[int, ...]):
+    job = jobs.make_job(settings | {"training.seq_len": 256, "training.local_batch_size": 4})
+    assert jobs.layout(job, ranks) == layout
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "inside"),
+    [
+        (1, {}, False),
+        (2, EP2, False),
+        (2, PP2, False),
+        (2, {}, True),
+        (4, EP2, True),
+        (2, {"parallelism.data_parallel_replicate_degree": 2}, True),
+        (1, {"training.dtype": "bfloat16"}, True),
+        (1, OFFLOADS, True),
+    ],
+)
+def test_experts_leave_fsdp_where_it_has_no_work(ranks: int, settings: dict, inside: bool):
+    model = jobs.start(jobs.make_job(settings), ranks)
+    assert {m.placement.in_fsdp for m in model.modules() if isinstance(m, TitanExperts)} == {inside}
+
+
+# Releases, ranks, settings of the job and of fp8_flow_moe, the reason why some stay in bf16, and which.
+PLANS: list[tuple] = [
+    ("", 1, {}, {}, "", ()),
+    ("", 1, {}, {"filter_fqns": ["layers.1.", "layers.2.moe.shared_experts"], **WO}, "fp8_flow_moe.filter_fqns",
+     ("layers.1.moe", "layers.1.moe.shared_experts", "layers.2.moe.shared_experts")),
+    ("0.2", 1, FLOAT8_LINEARS, {}, "quantize.linear", ("shared_experts", "feed_forward")),
+    ("0.2", 128, degrees(tensor=32, expert=4), {}, "hidden dim 256 / 32 none of 16", ("shared_experts",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "settings", "fp8", "reason", "stay"), of_this_release(PLANS))
+def test_what_is_converted(ranks: int, settings: dict, fp8: dict, reason: str, stay: tuple[str, ...]):
+    """Parameters and buffers stay what they were; the log counts what is in FP8, and says why the rest is not."""
+    before = {name: (t.shape, t.dtype) for name, t in jobs.plain_model().state_dict().items()}
+    job = jobs.make_job(settings, **fp8)
+    model = jobs.start(job, ranks)
+    assert {name: (t.shape, t.dtype) for name, t in model.state_dict().items()} == before
+    modules = dict(model.named_modules())
+    kinds = "moe", "shared_experts", "feed_forward"
+    want = {name for name in modules if name.endswith(kinds) and not name.endswith(stay or "none")}
+    want |= {name for name in modules if name.endswith("attention.wo") and "linear_fqns" in fp8}
+    got = {name for name, m in modules.items() if isinstance(m, jobs.Fp8FlowMoE | Fp8FFN | Fp8FlowLinear)}
+    assert got == want
+    for name in [name for name in want if name.endswith(".moe")]:
+        assert modules[name].fp8_shared == (f"{name}.shared_experts" in want)
+    counts = [sum(name.endswith(kind) for name in want) for kind in (*kinds, "attention.wo")]
+    first, *others = plan.announced
+    assert first.startswith("{} MoE layers, {} shared experts, {} dense FFNs, {} linears in FP8; ".format(*counts))
+    assert "reference on the CPU" in first and first.endswith(job.fp8_flow_moe.describe())
+    assert job.fp8_flow_moe.describe() in repr(model) and bool(others) == bool(stay)
+    assert all(name.endswith(stay) for line in others for name in line.split(": ")[1].split(", "))
+    assert all(reason in line for line in others)
+
+
+def test_the_activation_of_gpt_oss():
+    spec = jobs.gpt_oss(5.0).expert
+    gate, up = 8 * torch.randn(2, 64, 32)
+    got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
+    assert_close(got, jobs.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))
+    assert spec.interleaved
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def test_changes_of_other_packages_are_listed_and_undone():
+    with undone():
+        before = snapshot()
+        jobs.register()
+        jobs.start(jobs.make_job(cache_weights=True))
+        assert_listed_and_undone(before)
+
+
+def test_a_dry_run_leaves_the_process_as_it_was():
+    """A notebook may check a job before it trains one; a mistake ends the run."""
+    assert call(_left_by_a_dry_run) == ({}, True)
+
+
+def _left_by_a_dry_run() -> tuple[dict[str, str], bool]:
+    dry_run = importlib.import_module(f"{jobs.ADAPTER}.dry_run")
+    before = dict(os.environ)
+    for arguments in (["--rank=5"], ["--parallelism.expert_parallel_degree=2"]):
+        sys.argv = ["dry_run", *jobs.DRY_RUN, *arguments]
+        try:
+            assert dry_run.from_command_line(None).dims.ep == 2
+        except SystemExit:
+            assert arguments == ["--rank=5"]
+    left = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    return left, preflight.trains_here()
+
+
+FLAG = "--override.imports=titan_fp8moe.torchtitan03.fp8_flow_moe"
+DEEPSEEK = "--module=deepseek_v3", *jobs.DRY_RUN
+MISTAKES: list[tuple] = [  # releases, arguments of a dry run, what its error begins with
+    ("", [*jobs.DRY_RUN, "--rank=1"], "--world-size 1 has no rank 1"),
+    ("", [*jobs.DRY_RUN, "--parallelism.expert_parallel_degree=3"], "layers.1.moe: 8 experts do not divide over 3"),
+    ("0.2", [*jobs.DRY_RUN, "--model.flavor=tinny"], "model.flavor = 'tinny'"),
+    ("0.2", [*jobs.DRY_RUN, "--model.converters=a"], "KeyError: 'a'"),
+    ("0.2", ["train_configs"], "[Errno 21] Is a directory: 'train_configs'"),
+    ("0.2", ["none.toml"], "[Errno 2] No such file or directory: 'none.toml'"),
+    ("0.3", [*jobs.DRY_RUN, "--training.global_batch_size=7"], "global batch size must be multiple of local"),
+    ("0.3", ["--config=no_such"], "Config function 'no_such' not found in titan_fp8moe.torchtitan03.config_registry"),
+    ("0.3", [*jobs.DRY_RUN, "--override.imports=torchtitan.overrides.fused_swiglu.fused_swiglu"], "Override 'titan"),
+    ("0.3", [*DEEPSEEK, f'{FLAG}={{"h": 1}}'], "Fp8FlowMoEConfig.__init__() got an unexpected keyword argument 'h'"),
+    ("0.3", [*DEEPSEEK, f'{FLAG}={{"save_h": 1}}'], "fp8_flow_moe.save_h is 1; set it to one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), of_this_release(MISTAKES))
+def test_a_dry_run_ends_with_the_mistake_alone(arguments: list[str], said: str):
+    run = run_script("-m", f"{jobs.ADAPTER}.dry_run", *arguments)
+    assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith(f"error: {said}"), run.stderr
+    assert "Traceback" not in run.stderr or arguments == ["none.toml"]  # which torchtitan logs
+
+
+# --- training on a CPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "launched", "fast", "expected"),
+    [
+        (False, True, False, "float32"),
+        (True, True, False, "bfloat16"),
+        (False, False, False, "bfloat16"),  # a dry run or an export, of a job on GPUs
+        (False, True, True, "bfloat16"),
+    ],
+)
+def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(monkeypatch, caplog, gpu, launched, fast, expected):
+    """Unless the job names a precision."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
+    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast)
+    cpu.compute_dtype.cache_clear()
+    try:
+        job, named = jobs.parse(), jobs.parse("--training.mixed_precision_param=bfloat16")
+    finally:
+        cpu.compute_dtype.cache_clear()
+    assert (job.training.mixed_precision_param, named.training.mixed_precision_param) == (expected, "bfloat16")
+    assert RELEASE >= "0.3" or job.training.seq_len == 256  # the other settings of the table are the file's
+    assert caplog.text.count("defaults to float32") == (expected == "float32")
+
+
+def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    """A CUDA build names its accelerator without a driver too, and masks are made there by default."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("meta"))
+    mask = jobs.create_attention_mask(lambda b, h, i, j: i >= j, 1, None, 16, 16)
+    assert mask.kv_num_blocks.device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaced on machines without a GPU")
+def test_deterministic_jobs_keep_the_dense_attention(monkeypatch: pytest.MonkeyPatch):
+    """torchtitan compiles flex attention anew for them, which has no backward on the CPU."""
+    dense = jobs.FLEX._compiled_flex_attn
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", called := Mock())
+    for owner, name in (
+        *((torch.backends.cudnn, name) for name in ("deterministic", "benchmark")),
+        (torch.utils.deterministic, "fill_uninitialized_memory"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for name in ("max_autotune", "coordinate_descent_tuning"):
+        monkeypatch.setitem(getattr(jobs.FLEX, "inductor_configs", {}), name, True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    utils.set_determinism(SimpleNamespace(world_size=1), torch.device("cpu"), jobs.DEBUG(deterministic=True), [])
+    called.assert_called_with(True, warn_only=False)
+    assert jobs.FLEX._compiled_flex_attn is dense
+
+
+# --- routing replay ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("groups", [None, 4][: 2 if RELEASE < "0.3" else 1])
+def test_routing_replay(fp8: bool, groups: int | None):
+    """The load that the expert bias is to balance is the replayed one, and the router gets gradients."""
+    layer, counts = jobs.moe_layer(fp8, groups)
+    E, K = layer.router.num_experts, layer.router.top_k
+    x, others = torch.randn(2, 24, layer.router.gate.weight.shape[1]), torch.rand(2, 24, 1, E).topk(K).indices
+    with record_routing(layer) as routing:
+        want = layer(x)
+    ids = routing.routed_experts()
+    with replay_routing(layer, ids):
+        assert torch.equal(layer(x), want)
+    getattr(layer, counts).zero_()
+    with replay_routing(layer, others):
+        out = layer(x)
+        out.square().sum().backward()
+    assert torch.equal(getattr(layer, counts).long(), others.flatten().bincount(minlength=E))
+    if fp8:
+        assert layer.router.gate.weight.grad.any() and (out - want).norm() > 0.1 * want.norm()

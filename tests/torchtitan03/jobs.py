@@ -1,0 +1,124 @@
+"""Jobs of torchtitan 0.3 for tests, by each of the ways to convert their models. See ``tests/jobs.py``."""
+
+import functools
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torchtitan.config.configs import DebugConfig as DEBUG  # noqa: F401
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.override import apply_overrides
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common import attention
+from torchtitan.models.deepseek_v3 import model_registry
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
+from torchtitan.models.gpt_oss.moe import swiglu  # noqa: F401
+from torchtitan.trainer import Trainer
+
+from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.torchtitan03 import cpu, job_checks
+from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
+from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
+from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
+from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer, overriding
+
+ADAPTER = "titan_fp8moe.torchtitan03"
+FLAG = f"{ADAPTER}.fp8_flow_moe"
+CONFIG = ["--module", ADAPTER, "--config", "deepseek_v3_debugmodel"]
+VALIDATION = "validator"
+DRY_RUN = [f"--config={CONFIG[3]}", "--training.disable_cuda_graphs"]
+FLEX = attention.FlexAttention
+create_attention_mask = attention.create_attention_mask
+DOORS = "section", "flag", "converter"
+
+
+def set_all(job: Any, settings: dict[str, Any]) -> Any:
+    for path, value in settings.items():
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, job), name, value)
+    return job
+
+
+def parse(*flags: str) -> Trainer.Config:
+    return ConfigManager().parse_args([*CONFIG, *flags])
+
+
+def make_job(settings: dict[str, Any] | None = None, door: str = "section", others: Any = (), **fp8: Any) -> Any:
+    """A job whose model is converted by the config module's section, by the flag of torchtitan's own command line, or
+    by a model converter. ``others``: converters behind it."""
+    job = deepseek_v3_debugmodel()
+    set_all(job, {"training.disable_cuda_graphs": True, **(settings or {})})
+    if door == "section":
+        return with_fp8_flow(job, Fp8FlowMoEConfig(**fp8))
+    ours = [Fp8FlowConverter.Config(**fp8)] if door == "converter" else []
+    job.model_spec = model_registry("debugmodel", converters=[*ours, *others])
+    if door == "flag":
+        job.override.imports = [*job.override.imports, (FLAG, fp8)]
+    return job
+
+
+def convert(job: Any, ranks: int = 1) -> Any:
+    """Does what a trainer does before it builds the model."""
+    if isinstance(job, Fp8FlowTrainer.Config):
+        job.override = overriding(job).override
+    with patch.dict("os.environ", WORLD_SIZE=str(ranks)):
+        job.model_spec.model.update_from_config(config=job)
+        if job.override.imports:
+            apply_overrides(job.override, job)
+        job._validate_cuda_graphs()
+    return job
+
+
+def build(job: Any) -> nn.Module:
+    with torch.device("meta"):
+        return job.model_spec.model.build()
+
+
+def plain_model() -> nn.Module:
+    return build(deepseek_v3_debugmodel())
+
+
+def start(job: Any, ranks: int = 1, dim: int = 256, hidden_dim: int = 256) -> nn.Module:
+    for moe in moes(job):
+        experts = moe.routed_experts.inner_experts
+        experts.dim, experts.hidden_dim = dim, hidden_dim
+    return build(convert(job, ranks))
+
+
+def moes(job: Any) -> list[Any]:
+    return [layer.moe for layer in job.model_spec.model.layers if layer.moe is not None]
+
+
+def layout(job: Any, ranks: int) -> tuple[int, ...]:
+    return job_checks.expert_layout(job, ParallelDims.from_config(job.parallelism, ranks))
+
+
+def gpt_oss(limit: float) -> nn.Module:
+    job = with_fp8_flow(gpt_oss_debugmodel_flex())
+    job.training.disable_cuda_graphs = True
+    del job.model_spec.model.layers[1:]
+    job.model_spec.model.layers[0].moe.routed_experts.inner_experts.swiglu_limit = limit
+    return build(convert(job)).layers["0"].moe.routed_experts.inner_experts
+
+
+def register() -> None:
+    if not torch.cuda.is_available():
+        cpu.enable_cpu_training()
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """On the CPU, from the meta device."""
+    module = module.to_empty(device="cpu")
+    for tensor in (*module.parameters(), *module.buffers()):
+        nn.init.normal_(tensor, std=0.05) if tensor.is_floating_point() else tensor.zero_()
+    return module
+
+
+def moe_layer(fp8: bool, groups: int | None) -> tuple[nn.Module, str]:
+    moe = randomize((build(convert(make_job())) if fp8 else plain_model()).layers["3"].moe)
+    if not isinstance(moe, Fp8FlowMoE):
+        moe.routed_experts.forward = lambda x, *_: x  # the router is what is tested; its GEMMs are bf16
+    moe.tokens_per_expert_E.zero_()
+    return moe, "tokens_per_expert_E"
