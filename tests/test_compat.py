@@ -43,7 +43,7 @@ def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch, fix,
 
 
 def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compat, "_PROFILER_OPS", (*compat._PROFILER_OPS, "torch:ops.profiler._no_such_op"))
+    monkeypatch.setattr(compat, "_PROFILER_OPS", ("torch:ops.profiler._no_such_op",))
     with refused("torch.ops.profiler._no_such_op, which", error=RuntimeError):
         compat.fix_selective_checkpointing()
 
@@ -57,12 +57,9 @@ def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
 
 def test_fsdp_hooks_are_removed():
     module = torch.nn.Linear(2, 2)
-    handles = {
-        "_pre_forward_hook_handle": module.register_forward_pre_hook(lambda *_: None),
-        "_post_forward_hook_handle": module.register_forward_hook(lambda *_: None),
-    }
-    assert handles.keys() == {*compat._HOOK_HANDLES}
-    module._get_fsdp_state = lambda: SimpleNamespace(**handles)
+    before, after = module.register_forward_pre_hook(lambda *_: None), module.register_forward_hook(lambda *_: None)
+    state = SimpleNamespace(_pre_forward_hook_handle=before, _post_forward_hook_handle=after)
+    module._get_fsdp_state = lambda: state
     compat.remove_fsdp_hooks(module)
     assert not module._forward_pre_hooks and not module._forward_hooks
 
@@ -73,19 +70,12 @@ def test_a_compiled_checkpoint_keeps_its_inputs_only():
     block = checkpoint_wrapper(RoutedExperts(4, 128, 128), preserve_rng_state=False)
     x, scores = torch.randn(256, 128, requires_grad=True), torch.rand(256, 2, requires_grad=True)
     inputs = x, torch.randint(4, (256, 2)), scores
-    kept = {t.untyped_storage().data_ptr() for t in (*inputs, *block.parameters())}
-    others = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in kept:
-            others.append(tensor.shape)
-        return tensor
-
+    kept, saved = {t.untyped_storage().data_ptr() for t in (*inputs, *block.parameters())}, []
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         out = compiled(*inputs)
     out.sum().backward()
-    assert not others and x.grad is not None
+    assert x.grad is not None and saved and kept.issuperset(tensor.untyped_storage().data_ptr() for tensor in saved)
 
 
 class Doubling(torch.nn.Module):
@@ -111,7 +101,7 @@ def test_some_parameters_of_a_group_leave_fsdp():
     a, b, c = (SimpleNamespace(sharded_param=torch.nn.Parameter(torch.ones(1))) for _ in range(3))
     groups = [SimpleNamespace(fsdp_params=[a, b]), SimpleNamespace(fsdp_params=[c])]
     module = torch.nn.Module()
-    module._get_fsdp_state = lambda: SimpleNamespace(**{compat._GROUPS: groups})
+    module._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_groups=groups)
     compat.leave_fsdp(module, [b.sharded_param, c.sharded_param])
     assert [group.fsdp_params for group in groups] == [[a]]
     with pytest.raises(RuntimeError):

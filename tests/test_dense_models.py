@@ -79,12 +79,6 @@ def test_blocks_compile(caplog, flags: list[str], way: str):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_a_filter_leaves_a_dense_model_in_bf16():
-    config = make_config("--fp8_flow_moe.filter_fqns=layers", **LLAMA)
-    model = convert(config, make_model(config))
-    assert not any(isinstance(m, Fp8FlowFeedForward | Fp8FlowLinear) for m in model.modules())
-
-
 def test_a_model_of_which_nothing_could_be_fp8_is_refused():
     with refused("no MoE layer and no dense FFN; name linears in fp8_flow_moe.linear_fqns"):
         convert(make_config(), nn.ModuleDict({"wq": nn.Linear(128, 128, bias=False)}))
