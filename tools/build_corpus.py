@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 PINS = Path(__file__).with_name("corpus.txt")
 SPECIAL_TOKENS = BOS_TOKEN, EOS_TOKEN = "<|begin_of_text|>", "<|end_of_text|>"
 MIN_BYTES, MAX_BYTES = 128, 2**16  # of a document: shorter ones are empty modules and the like, longer ones are split
+QUICKSTART_BYTES = 2**10  # so that a batch of 1,024 tokens mixes packages, and single losses do not follow one of them
 LONG_LINE = 20  # shorter lines, such as "return None", are everywhere
 SUFFIXES, SPLITS = (".py", ".md", ".rst", ".txt"), ("train", "validation")
 VOCAB_SIZES = {"quickstart": 2048, "large": 8192}
@@ -69,11 +70,11 @@ def files_of_input(root: Path) -> Iterator[tuple[str, str, bytes]]:
             yield f"{root.name}/{parts[0]}", "/".join(parts), path.read_bytes()
 
 
-def pieces(text: str) -> Iterator[str]:
-    """Whole lines of at most ``MAX_BYTES`` that join to the text; a longer line is a piece of its own."""
+def pieces(text: str, max_bytes: int) -> Iterator[str]:
+    """Whole lines of at most ``max_bytes`` that join to the text; a longer line is a piece of its own."""
     lines, size = [], 0
     for line in io.StringIO(text):  # not splitlines(), which also breaks at separators inside of Python's lines
-        if lines and size + len(line.encode()) > MAX_BYTES:
+        if lines and size + len(line.encode()) > max_bytes:
             yield "".join(lines)
             lines, size = [], 0
         lines.append(line)
@@ -85,7 +86,7 @@ def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=10).digest()
 
 
-def read_documents(files: Iterable[tuple[str, str, bytes]]) -> Iterator[Document]:
+def read_documents(files: Iterable[tuple[str, str, bytes]], max_bytes: int) -> Iterator[Document]:
     """Distinct documents, without files that are no text."""
     seen: set[bytes] = set()
     for package, name, content in files:
@@ -93,7 +94,7 @@ def read_documents(files: Iterable[tuple[str, str, bytes]]) -> Iterator[Document
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError:
             continue
-        for piece in pieces(text) if "\0" not in text else ():
+        for piece in pieces(text, max_bytes) if "\0" not in text else ():
             lines = {digest(line) for line in map(str.strip, piece.split("\n")) if len(line) >= LONG_LINE}
             whole = digest(piece)
             if len(piece.encode()) < MIN_BYTES or whole in seen or len(lines & seen) > len(lines) / 2:
@@ -153,14 +154,15 @@ def build(args: argparse.Namespace, out: Path) -> dict:
     """Builds the corpus in ``out`` and returns what its manifest says."""
     sums = None
     if args.input:
-        documents = list(read_documents(file for root in args.input for file in files_of_input(root)))
+        documents = list(read_documents((file for root in args.input for file in files_of_input(root)), MAX_BYTES))
         held = hold_out(documents)
     else:
         train, validation, sums = pins_of(args.set)
         held = {pin.partition("==")[0] for pin in validation}
         with tempfile.TemporaryDirectory() as wheels:
             fetch(train + validation, Path(wheels))
-            documents = list(read_documents(files_of_wheels(Path(wheels))))
+            max_bytes = QUICKSTART_BYTES if args.set == "quickstart" else MAX_BYTES
+            documents = list(read_documents(files_of_wheels(Path(wheels)), max_bytes))
     random.Random(0).shuffle(documents)
     splits = {split: [d for d in documents if (d.package in held) == (split == "validation")] for split in SPLITS}
     found = write(out, splits, args.vocab_size or VOCAB_SIZES[args.set])
