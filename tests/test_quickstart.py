@@ -223,7 +223,7 @@ def test_the_quickstart_refuses_mistakes_before_any_work(tmp_path: Path, variabl
 PYTHON = """\
 case "$*" in
 *progress.py*) cat ;;
-*torch.cuda*) echo cpu ;;
+*torch.cuda*) echo bf16 cpu ;;
 *compare_losses.py*) for last; do :; done; [ -z "$DRAWS" ] || touch "$last" ;;
 esac
 """
@@ -277,3 +277,22 @@ def test_one_environment_for_all_scripts(tmp_path: Path, lacks: str, torchtitan:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit(15))
     assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
     assert (tmp_path / ".venv").exists() == (venv is not None or said.startswith("Installing"))
+
+
+TRAIN = """\
+import torch
+model = torch.nn.Linear(2, 2)
+before = model.weight.detach().clone()
+model(torch.ones(2)), model(torch.ones(2))
+print(before.view(torch.int32) ^ model.weight.detach().view(torch.int32))
+"""
+
+
+def test_one_bit_of_one_weight_is_changed(tmp_path: Path):
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan/__init__.py").touch()
+    (tmp_path / "torchtitan/train.py").write_text(TRAIN)
+    variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-m", "tools.one_bit"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=time_limit(60))
+    assert re.findall(r"\d+", done.stdout.partition("dtype")[0]) == [str(2**16), "0", "0", "0"], done.stderr

@@ -177,6 +177,8 @@ def notes(run: Run, deviation: Deviation) -> Iterator[str]:
         ours, theirs = run.metrics.get(tag, {}), other.metrics.get(tag, {})
         if step := next((s for s in theirs if s in ours and not math.isclose(ours[s], theirs[s], rel_tol=1e-5)), None):
             yield f"schedules differ: {name} at step {step} is {ours[step]:g}, of {other.name} {theirs[step]:g}"
+            if tag == "lr":
+                yield "training.steps sets the learning rates, so a run that resumes with more steps changes them"
 
 
 def print_table(rows: dict[str, dict[str, Any]], results: dict[str, str]) -> None:
@@ -227,13 +229,17 @@ def report(runs: list[Run], window: int, tolerance: float, out: Path) -> bool:
         sep="\n",
     )
     for name in dict.fromkeys(recipe.values()):
-        apart = [d.last_quarter for n, d in deviations.items() if recipe[n] == name]
+        found = [d for n, d in deviations.items() if recipe[n] == name]
+        apart = [d.last_quarter for d in found]
         if name == recipe[runs[0].name] and apart:
-            print(f"yardstick: {name} is up to {max(map(abs, apart)):.2%} from itself in the mean of the last quarter")
+            most = max(map(abs, apart))
+            print(f"yardstick: {name} differs from itself by up to {most:.2%} in the mean of the last quarter")
         elif len(apart) > 1:
             half = T95[min(len(apart) - 2, len(T95) - 1)] * statistics.stdev(apart) / len(apart) ** 0.5
-            found = f"{statistics.fmean(apart):+.2%} ± {half:.2%} (95%, {len(apart)} runs)"
-            print(f"{name} in the mean of the last quarter: {found}")
+            spread = f"{statistics.fmean(apart):+.2%} ± {half:.2%} (95%, {len(apart)} runs)"
+            print(f"{name} in the mean of the last quarter: {spread}")
+        elif apart:
+            print(f"{name} differs from {found[0].reference.name} by {apart[0]:+.2%} in the mean of the last quarter")
     print(*(f"FAIL {name}: {sentence}\n" for name in wrong for sentence in wrong[name]), sep="", end="")
     plot(runs, deviations, window, tolerance, out)
     return any(wrong.values())
