@@ -14,7 +14,7 @@ from torchtitan.config import ConfigManager
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
 from tests.processes import call
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan.dry_run import main, smallest_world_size
+from titan_fp8moe.torchtitan.dry_run import _load, main, smallest_world_size
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -126,6 +126,23 @@ def test_tensor_parallel_experts_are_sharded_as_reported(dry_run):
     output = dry_run(config, "--parallelism.tensor_parallel_degree=2", "--world-size=4")
     assert "experts: ep 1 x etp 1 x fsdp 2" in output
     assert "w1 (8, 256, 256), on this rank (4, 128, 256)" in output
+
+
+@pytest.mark.parametrize("table", [True, False])
+def test_a_missing_config_module_is_named(tmp_path: Path, table: bool):
+    """torchtitan would name a table that it does not know, or lack the settings."""
+    text = (ROOT / "train_configs/debug.toml").read_text().replace("custom_config_module", "#")
+    if not table:
+        text = re.sub(r"(?s)\[fp8_flow_moe\].*?\n\n", "", text)
+    (tmp_path / "job.toml").write_text(text)
+    with pytest.raises(ValueError, match='set job.custom_config_module = "titan_fp8moe.torchtitan"'):
+        _load(str(tmp_path / "job.toml"), [])
+
+
+def test_two_converters_of_the_same_experts_are_named():
+    """torchao's asks for its hardware as soon as it is made."""
+    with pytest.raises(ValueError, match=r"quantize.grouped_mm.float8 convert the same experts; keep one of them"):
+        _load("train_configs/debug.toml", ["--model.converters=quantize.grouped_mm.float8,fp8_flow_moe"])
 
 
 def test_dry_run_ignores_the_hardware():

@@ -38,7 +38,7 @@ words = [word for argument in sys.argv[2:] for word in argument.split("=", 1)]
 job |= {word[2:].replace("-", "_"): value for word, value in zip(words, words[1:]) if word.startswith("--")}
 assets, data = (pathlib.Path(job.get(name) or "") for name in ("model.hf_assets_path", "training.dataset_path"))
 converters = job.get("model.converters", "")
-if "fp8_flow_moe" in converters and not job.get("job.custom_config_module"):
+if ("fp8_flow_moe" in converters or "fp8_flow_moe" in tables) and not job.get("job.custom_config_module"):
     sys.exit('error: fp8_flow_moe is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.torchtitan"')
 if "fp8_flow_moe" in tables and "fp8_flow_moe" not in converters:
     print("note: model.converters has no fp8_flow_moe, so the table [fp8_flow_moe] has no effect", file=sys.stderr)

@@ -30,7 +30,8 @@ from torchtitan.tools import utils
 
 from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
-from titan_fp8moe.torchtitan.job_checks import expert_layout, why_all_to_all
+from titan_fp8moe.torchtitan.converter import NAME
+from titan_fp8moe.torchtitan.job_checks import check_job, expert_layout, why_all_to_all
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
 from titan_fp8moe.trainer import dry_run, measure, memory
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
@@ -104,6 +105,8 @@ def _build(config: JobConfig, rank: int, world_size: int) -> Built:
     dims, n_params, parts = build(config, rank, world_size)
     model = f"{config.model.name} {config.model.flavor}, {n_params:,} parameters, "
     model += f"converters {', '.join(config.model.converters) or 'none'}"
+    if NAME not in config.model.converters:
+        model += f"; {NAME} is not among them, so this package converts nothing"
     return Built(config, rank, dims, expert_layout(config, dims), model, parts)
 
 
@@ -174,7 +177,18 @@ def _moe(module: Any) -> MetaMoE | None:
 
 
 def _load(path: str | None, overrides: list[str]) -> JobConfig:
-    return ConfigManager().parse_args([f"--job.config_file={path}", *overrides])
+    unknown = f'{NAME} is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.torchtitan"'
+    try:
+        config = ConfigManager().parse_args([f"--job.config_file={path}", *overrides])
+    except ValueError as error:
+        if f"{{'{NAME}'}}" in str(error):
+            raise ValueError(unknown) from error
+        raise
+    if NAME in config.model.converters:
+        if not hasattr(config, NAME):
+            raise ValueError(unknown)
+        check_job(config)  # before a converter of torchao's asks for its hardware
+    return config
 
 
 def from_command_line(description: str | None) -> Built:
