@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager
@@ -489,6 +490,23 @@ def test_refusals(export, export_job, job_state, tmp_path, monkeypatch, source, 
             folder = write(tmp_path / "hf", change(job_state), TINY) if source == "job" else None
             export_job(*options.split(), folder=folder, **config)
     assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
+def test_a_config_to_start_from(export, tmp_path, monkeypatch, capsys, model):
+    """A model from scratch has no config.json. With the one that the refusal prints, Transformers has its tensors."""
+    monkeypatch.setitem(qwen3_args, "tiny", replace(qwen3_args["debugmodel_moe"]))
+    options = "--config", TOML, f"--model.name={model}", "--model.flavor=tiny", "--quantized-from", "fp32"
+    job = Job(TOML, [*options[2:4]])
+    dcp.save({name: torch.zeros(value.shape) for name, value in job.state.items()}, checkpoint_id=tmp_path / "run")
+    with pytest.raises(SystemExit) as refusal:
+        export(tmp_path / "run", tmp_path / "out", "--assets", tmp_path, *options)
+    said = str(refusal.value)
+    assert said.startswith(f"error: {tmp_path} has no config.json; name the model's folder with --assets.")
+    (tmp_path / "config.json").write_text(said[said.index("{") :])
+    export(tmp_path / "run", tmp_path / "out", "--assets", tmp_path, *options)
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def test_a_checkpoint_without_its_config(export, checkpoint, tmp_path):

@@ -19,6 +19,7 @@ for tensors that are fp32 in published weights, if the assets' folder has some.
 """
 
 import argparse
+import json
 import logging
 import sys
 from pathlib import Path
@@ -64,6 +65,11 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> tuple[Export, list[
         job = Job(args.config, overrides, args.world_size)
         source, names, assets = job.open(args.source), job.fp8, args.assets or job.assets
         quantized_from, settings = args.quantized_from or job.quantized_from, job.settings
+        if not (assets / "config.json").exists():
+            raise ValueError(
+                f"{assets} has no config.json; name the model's folder with --assets. For a model from scratch save "
+                f"this there, and add what else it needs, such as token ids:\n{json.dumps(job.config, indent=2)}"
+            )
     elif (args.source / ".metadata").exists():
         raise ValueError(
             f"{args.source} is a checkpoint of torchtitan's: name its TOML file with --config. A run of torchtitan 0.3 "

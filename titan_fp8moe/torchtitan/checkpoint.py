@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from titan_fp8moe.export_fp8.files import Checkpoint, open_folder
@@ -36,6 +36,7 @@ class Job:
 
     Attributes:
         settings: what config.json should state of the model.
+        config: a config.json to start from, for a model that was trained from scratch.
         fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
         assets: ``model.hf_assets_path``.
         quantized_from: :func:`quantized_from` on ``world_size`` ranks; None if that is None.
@@ -60,7 +61,11 @@ class Job:
         matrices = {key: self.state[key] for key in fp8_parameters(model)}
         _check_blocks(config, dims, matrices)
         self.fp8 = {name for name, value in self.adapter.to_hf(matrices).items() if is_matrix(name, value)}
-        self.settings = _settings(model_args)
+        values = vars(model_args) | vars(getattr(model_args, "moe_args", None) or model_args)
+        for name in ("num_expert_groups", "num_limited_groups"):
+            values[name] = values.get(name) or 1
+        self.settings = _settings(values)
+        self.config = _config(config.model.name, values)
         self.assets = Path(config.model.hf_assets_path)
         self.quantized_from = None if world_size is None else quantized_from(config, dims, model)
 
@@ -123,10 +128,46 @@ _SETTINGS = {
 }
 
 
-def _settings(model_args: BaseModelArgs) -> list[Fact]:
+# Further keys, which the tensors show. Models have only some of them.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "inter_dim",
+    "moe_intermediate_size": "moe_inter_dim",
+    "n_shared_experts": "num_shared_experts",
+    "first_k_dense_replace": "n_dense_layers",
+    "num_key_value_heads": "n_kv_heads",
+    "tie_word_embeddings": "enable_weight_tying",
+    "max_position_embeddings": "max_seq_len",
+    **{name: name for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+}
+# A model's type and architecture in Transformers, and keys of other names.
+_TYPES: dict[str, tuple[str, str, dict[str, str]]] = {
+    "deepseek_v3": (
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {"n_routed_experts": "num_experts", "num_key_value_heads": "n_heads"},
+    ),
+    "qwen3": (
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"num_experts": "num_experts", "intermediate_size": "hidden_dim", "head_dim": "head_dim"},
+    ),
+}
+
+
+def _config(model: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What torchtitan's arguments say of config.json. A query without LoRA has rank 0 there, and null here."""
+    kind, architecture, names = _TYPES.get(model, (model, "", {}))
+    found = {key: values[name] for key, name in (_SETTINGS | _SIZES | names).items() if values.get(name) is not None}
+    if "q_lora_rank" in found:
+        found["q_lora_rank"] = found["q_lora_rank"] or None
+    return {"architectures": [architecture], "model_type": kind, "dtype": "bfloat16"} | found
+
+
+def _settings(values: dict[str, Any]) -> list[Fact]:
     """The values that torchtitan's arguments give to keys of config.json; one that is None says nothing."""
-    values = vars(model_args) | vars(getattr(model_args, "moe_args", None) or model_args)
-    values["num_expert_groups"] = values.get("num_expert_groups") or 1
     found = {key: values[name] for key, name in _SETTINGS.items() if values.get(name) is not None}
     return [(key, value, f"the model was trained with {json.dumps(value)}") for key, value in found.items()]
 
