@@ -408,13 +408,16 @@ def test_families(family: str):
     assert max(error for name, error in errors.items() if "experts." in name) > 0.01
 
 
-def test_a_model_in_which_nothing_runs_in_fp8_is_named():
+def test_a_model_in_which_nothing_runs_in_fp8_is_named(monkeypatch):
     sizes = {name: value for name, value in SMALL.items() if "moe" not in name and "experts" not in name}
     dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     dense.set_experts_implementation("fp8_flow")
     with pytest.raises(ValueError, match="LlamaForCausalLM run in FP8: the model's code has no"):
         adapter.converted(dense)
     with pytest.raises(ValueError, match=r'run in FP8: call model.set_experts_implementation\("fp8_flow"\)'):
+        adapter.converted(make_model())
+    monkeypatch.setattr(adapter, "ALL_EXPERTS_FUNCTIONS", {})
+    with pytest.raises(ValueError, match=r"call titan_fp8moe.transformers.register\(\) and model.set_experts"):
         adapter.converted(make_model())
 
 
