@@ -1,0 +1,94 @@
+"""Runs the code blocks of README and docs as printed. Other tests have those of docs/parallel.md and the flavors."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import titan_fp8moe
+import titan_fp8moe.transformers
+from tests.jobs import make_config, make_model
+
+ROOT = Path(__file__).parents[1]
+SIZES = dict(
+    hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=64
+)
+
+
+def run(page: str, part: str, **names: Any) -> dict[str, Any]:
+    """Runs the page's block that has ``part`` in it; returns its names."""
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL) if part in c]
+    exec(code.replace('device="cuda"', 'device="cpu"'), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model of Transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.Qwen3MoeConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2, head_dim=64)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_readme(path: Path):
+    x, router = torch.randn(32, 2048), nn.Linear(2048, 64, bias=False)
+    auto = transformers.AutoModelForCausalLM
+    got = run(
+        "README.md",
+        "RoutedExperts",
+        titan_fp8moe=titan_fp8moe,
+        AutoModelForCausalLM=auto,
+        path=path,
+        x=x,
+        router=router,
+    )
+    assert got["y"].shape == x.shape and len(titan_fp8moe.transformers.converted(got["model"])) == 2
+
+
+def test_transformers_model_and_its_fp8_weights(path: Path):
+    model = run("docs/how-to.md", "from_pretrained", path=path)["model"]
+    sent: dict[str, torch.Tensor] = {}
+    run("docs/fp8-weights.md", "fp8_tensors", model=model, send=sent.update)
+    assert sent["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_own_dataset():
+    from torchtitan.hf_datasets.text_datasets import DATASETS
+
+    run("docs/how-to.md", "load_dataset")
+    assert DATASETS.pop("mine").sample_processor({"text": "a"}) == "a"
+
+
+def test_own_dispatch():
+    x, counts = torch.randn(40, 128), torch.tensor([30, 10])
+    w1, w2, w3 = (torch.randn(2, 128, 128) for _ in range(3))
+    assert (
+        run("docs/own-dispatch.md", "import grouped_ffn", x=x, counts=counts, w1=w1, w2=w2, w3=w3)["y"].shape == x.shape
+    )
+
+
+def test_torchao():
+    model = make_model(make_config(), q_lora_rank=128)
+    run("docs/torchao.md", "quantize_(", model=model)
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert kinds["layers.1.moe"].startswith("Fp8Flow") and kinds["layers.1.attention.wo"].startswith("Fp8Flow")
+
+
+def test_lora():
+    experts = titan_fp8moe.RoutedExperts(4, 128, 128)
+    with pytest.raises(NameError, match="model_registry"):  # its second half is torchtitan 0.3's
+        run("docs/finetune.md", "add_lora", experts=experts)
+    assert experts.lora_A["w1"].shape[1] == 16
+
+
+def test_replay(path: Path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm")
+    model.generation_config.eos_token_id, prompts = None, torch.randint(64, (2, 5))
+    names = dict(model=model, prompts=prompts, F=nn.functional, sequences=torch.randint(64, (2, 25)))
+    routed = run("docs/rl.md", "replay_routing(model", **names, loss=lambda out: out.logits.sum())["routed"]
+    assert routed.shape[0] == 2 and routed.shape[2] == 2 and (routed[:, -1] == -1).all()
