@@ -24,7 +24,7 @@ from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("torch", "triton")
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "SAVED_OPS",
     "Adapter",
