@@ -221,12 +221,15 @@ class MetaMoE(NamedTuple):
             tokens.gather(self.shared)
         watch(self.routed)
         self.experts.gathers_fp8 = False
-        return self.run_again(tokens)
+        return self._forward(tokens)
 
-    def run_again(self, tokens: Tokens, **settings: Any) -> Tensor:
-        """After :meth:`run`, with other settings."""
+    def run_over_symmetric_memory(self, tokens: Tokens) -> Tensor:
+        """What ``dispatch = "auto"`` may go over to in a later step. After :meth:`run`."""
         routed = cast(Any, self.routed)
-        routed.config = replace(routed.config, **settings)
+        routed.config = replace(routed.config, dispatch="symmetric")
+        return self._forward(tokens)
+
+    def _forward(self, tokens: Tokens) -> Tensor:
         return self.forward(tokens.rows(self.experts.matrices().w2.shape[1]), *tokens.routing(self.top_k))
 
 
@@ -256,5 +259,5 @@ def layers(
             yield functools.partial(tokens.run, module)
             continue
         yield functools.partial(module.run, tokens)
-        if cast(Any, module.routed).config.dispatch == "auto":  # which may go over in a later step
-            yield functools.partial(module.run_again, tokens, dispatch="symmetric")
+        if cast(Any, module.routed).config.dispatch == "auto":
+            yield functools.partial(module.run_over_symmetric_memory, tokens)

@@ -240,11 +240,12 @@ def warn_of_settings_without_effect(config: Fp8FlowMoEConfig, layout: ExpertLayo
     """Logs a warning for each setting that the others, or the layout, make void."""
     capacity = config.dispatch_capacity != Fp8FlowMoEConfig.dispatch_capacity
     void = {
-        "save_h": config.recompute == "experts" and config.save_h == "fp8",
-        "dispatch": config.dispatch == "symmetric" and layout.expert_shards == 1,
-        "dispatch_capacity": config.dispatch != "symmetric" and capacity,
-        "cache_layouts": config.cache_layouts == "forward" and not config.cache_weights,
-        "fp8_all_gather": config.fp8_all_gather and layout.fsdp_shards == 1,
+        "save_h": (config.recompute == "experts" and config.save_h == "fp8", 'recompute = "experts" keeps no h'),
+        "dispatch": (config.dispatch == "symmetric" and layout.expert_shards == 1, "no ranks share the experts"),
+        "dispatch_capacity": (config.dispatch != "symmetric" and capacity, 'dispatch is not "symmetric"'),
+        "cache_layouts": (config.cache_layouts == "forward" and not config.cache_weights, "cache_weights is off"),
+        "fp8_all_gather": (config.fp8_all_gather and layout.fsdp_shards == 1, "FSDP does not shard the experts"),
     }
-    for name in (name for name, is_void in void.items() if is_void):
-        logger.warning(f"fp8_flow_moe.{name} = {getattr(config, name)!r} has no effect in this job; leave it out")
+    for name, reason in ((name, reason) for name, (is_void, reason) in void.items() if is_void):
+        setting = f"fp8_flow_moe.{name} = {getattr(config, name)!r}"
+        logger.warning(f"{setting} has no effect in this job, because {reason}; leave it out")
