@@ -123,6 +123,9 @@ def test_autocast_and_evaluation():
     inputs = leaves(100)
     with torch.autocast(DEVICE, torch.bfloat16):
         assert ffn(inputs).dtype == torch.bfloat16
+    for layer in (lambda: linear(inputs[0], torch.randn(128, D, device=DEVICE), DEFAULTS), lambda: ffn(inputs)):
+        with refused("the result would be torch.float16"), torch.autocast(DEVICE, torch.float16):
+            layer()
     with torch.no_grad():
         assert torch.equal(ffn(inputs), ffn([t.requires_grad_() for t in inputs]))
 
