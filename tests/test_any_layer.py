@@ -43,8 +43,9 @@ from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
 
-# Sums in another order move a value over a rounding boundary now and then. A GPU's bounds have not been tried on one.
-ERROR, SLOPE = (3e-3, 3e-4) if DEVICE == "cpu" else (1.2e-2, 3e-3)
+# Sums in another order move values over a rounding boundary, and a few tokens make up a result. An H200 and noise of
+# 5e-5 in the reference's products gave errors of up to 3.4e-2 and slopes of up to 1.3e-2.
+ERROR, SLOPE = (3e-3, 3e-4) if DEVICE == "cpu" else (5e-2, 2e-2)
 
 
 class Layer(NamedTuple):
