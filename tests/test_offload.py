@@ -356,14 +356,14 @@ def test_two_threads(monkeypatch: pytest.MonkeyPatch):
     """No thread takes a layer before another has read its own."""
     there, here = Layers(), Layers()
     offload_experts(here, "cpu")
-    take = host.HostWeights.on_device
+    take = host.HostExperts.take
 
     def take_slowly(*args: Any) -> Any:
         taken = take(*args)
         sleep(0.005)  # lets the other thread run
         return taken
 
-    monkeypatch.setattr(host.HostWeights, "on_device", take_slowly)
+    monkeypatch.setattr(host.HostExperts, "take", take_slowly)
     inputs = [make_inputs(), make_inputs()]
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(functools.partial(step, here), inputs)]

@@ -291,8 +291,8 @@ class ExpertsFunction(torch.autograd.Function):
         spec = spec._replace(kept=ctx.copies is not None, shared_kept=ctx.shared_copies is not None)
         layer = encode(spec)
         needs_x, needs_scores, *_ = ctx.needs_input_grad
-        with weights.held:
-            packed = _packed(ctx, spec, weights.on_device(), inputs.shared)
+        with weights.on_device() as on_device:
+            packed = _packed(ctx, spec, on_device, inputs.shared)
             out, *saved = _forward_op(
                 inputs.x, inputs.topk_scores, inputs.topk_ids, inputs.shared_scores, needs_x or needs_scores, *packed,
                 biases, adapters, inputs.nan_flags, layer,
@@ -317,8 +317,8 @@ class ExpertsFunction(torch.autograd.Function):
             saved = saved[size:]
         values, shared, biases, adapters = parameters
         weights, shared = ctx.weights or ExpertWeights.unpack(values), ExpertWeights(*shared)
-        with weights.held:
-            packed = _packed(ctx, spec, weights.on_device(), shared)
+        with weights.on_device() as on_device:
+            packed = _packed(ctx, spec, on_device, shared)
             parameters = *packed, biases, adapters
             needs_dbias = any(needed.biases or ())
             halfway = _hidden_gradients_op(dout, saved, needed.x, needs_dbias, *parameters, ctx.nan_flags, layer)

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -126,42 +126,31 @@ class HostExperts:
 
 
 class HostWeights(ExpertWeights[Fp8Weight]):
-    """A layer's w1 and w2, whose values are in host memory and whose scales are on the device. They are the context in
-    which :meth:`on_device` is read."""
+    """A layer's w1 and w2, whose values are in host memory and whose scales are on the device."""
 
     layer: "HostLayer"
-    _buffer: _Buffer | None = None
 
-    @property
-    def held(self) -> "HostWeights":
-        return self
-
-    def on_device(self) -> ExpertWeights[Fp8Weight]:
-        """The weights in a buffer, for the current stream."""
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[ExpertWeights[Fp8Weight]]:
+        """Yields the weights in a buffer, for the current stream, on which the reads end with the context."""
         w1, w2, _ = self
         experts, index = self.layer.experts, self.layer.index
-        values = experts.values[index] = [w1.q, w2.q]
-        self._buffer = experts.take(index)
-        q1, q2 = self._buffer.views(values)
-        return ExpertWeights(Fp8Weight(q1, w1.scale), Fp8Weight(q2, w2.scale))
+        with experts.lock:
+            values = experts.values[index] = [w1.q, w2.q]
+            buffer = experts.take(index)
+            q1, q2 = buffer.views(values)
+            try:
+                yield ExpertWeights(Fp8Weight(q1, w1.scale), Fp8Weight(q2, w2.scale))
+            finally:
+                stream = experts.runtime.current_stream(experts.device)
+                stream.wait_event(buffer.free)  # readers on other streams
+                buffer.free.record(stream)
 
     def for_backward(self) -> tuple[list[Any], ExpertWeights[Fp8Weight] | None]:
         """Autograd keeps parts without values, whose versions it checks. The buffer will hold other layers, and hooks
         of saved tensors would copy the host's."""
         aliases = self.layer.weights([Fp8Weight(w.q.detach(), w.scale.detach()) for w in self[:2]])
         return [t[:0] for w in self[:2] for t in w], aliases
-
-    def __enter__(self) -> None:
-        self.layer.experts.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the reads, on the current stream."""
-        experts, buffer, self._buffer = self.layer.experts, self._buffer, None
-        if buffer is not None:
-            stream = experts.runtime.current_stream(experts.device)
-            stream.wait_event(buffer.free)  # readers on other streams
-            buffer.free.record(stream)
-        experts.lock.release()
 
 
 class HostLayer:

@@ -32,14 +32,9 @@ class ExpertWeights(NamedTuple, Generic[W]):
     w2: W
     w3: W | None = None
 
-    @property
-    def held(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which a layer reads the weights. Torch 2.11 cannot trace one that is there already."""
-        return contextlib.nullcontext()
-
-    def on_device(self) -> "ExpertWeights[W]":
-        """The weights as ops read them."""
-        return self
+    def on_device(self) -> "contextlib.AbstractContextManager[ExpertWeights[W]]":
+        """The context in which a layer reads the weights, which yields them as ops read them."""
+        return contextlib.nullcontext(self)
 
     def for_backward(self) -> "tuple[list[Any], ExpertWeights[W] | None]":
         """The tensors that autograd keeps, for :meth:`unpack`; or none, and weights that a backward reads anew."""
