@@ -340,16 +340,19 @@ OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.m
 """Shapes that were not measured beside fused bf16."""
 
 
+_STRONGEST = "bf16_fused:checkpointing=saved,ep=1"
+
+
 def training(records: Records) -> str:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
     rows = []
     for name in records.names(r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"):
-        for shape in records.shapes(name, "bf16"):
+        for shape in records.shapes(name, "bf16", _STRONGEST):
             if OTHER_SETTINGS.search(shape):
                 continue
             memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
             for speed in records.runs(name, shape):
-                if not speed.keys() & {"bf16", "torchao", "torchao_whole"}:
+                if not speed.keys() & {"bf16", "torchao", "torchao_whole", _STRONGEST}:
                     continue  # other checkpointing, which has a table of its own
                 run = Pair(speed, memories.get(first(speed)["command"], {}))
                 peers = [best(speed, names) for names in PEERS.values()]

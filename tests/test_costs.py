@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer, saved_bytes
 from tests.specs import SETTINGS
-from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, ops, routed_experts
+from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm, ops, routed_experts
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.run import Experts, run_layer
@@ -228,3 +228,15 @@ def test_no_temporary_of_a_parameters_size(D, H, how):
     assert [w.grad.stride() for w in leaves] == [w.stride() for w in leaves]
     # Gate's and up's gradients are one tensor.
     assert mode.found == [("empty", 2 * experts * H * D), ("empty", experts * D * H)]
+
+
+def test_casts_of_a_conventional_flow():
+    """With a cast around each of three GEMMs rows of x and dy are cast six times. Their columns, which the weight
+    gradients need, take six more where nobody transposes in FP8, as this stand-in does."""
+    shapes = (2, 128, 256), (2, 256, 128), (2, 128, 256), (64, 256)
+    w1, w2, w3, x = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in shapes)
+    offs = torch.tensor([32, 64], dtype=torch.int32, device=DEVICE)
+    with CastCounter() as counter:
+        gate, up = (grouped_mm(x, w.transpose(1, 2), offs=offs) for w in (w1, w3))
+        grouped_mm(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offs=offs).sum().backward()
+    assert counter.ops["quantize_rows"] == 6 and 2 * counter.ops["transpose_pair"] == 6

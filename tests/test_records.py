@@ -1,7 +1,9 @@
 """Records keep what was measured, and say how."""
 
 import json
+import lzma
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +86,24 @@ def test_a_script_without_a_gpu_ends_with_a_sentence():
     done = run_script("-m", "experiments.kernels.gemm", "--out", "o")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: this measures on a GPU, and PyTorch")
+
+
+def test_the_long_run_is_its_losses():
+    """The kept losses of every step give the records of the 3,000 steps."""
+    folder = Path(__file__).parents[1] / "experiments/convergence"
+    with lzma.open(folder / "3000_steps.json.xz") as file:
+        runs = json.load(file)
+    measured = {
+        "training loss, last quarter": lambda run: statistics.fmean(run["loss_metrics/global_avg_loss"][-750:]),
+        "held-out loss": lambda run: run["validation_metrics/loss"][-1],
+        "speed": lambda run: statistics.harmonic_mean(run["throughput(tps)"][10:]),
+        "memory": lambda run: max(run["memory/max_reserved(GiB)"]),
+    }
+    by_name = {name: {tag: list(values.values()) for tag, values in tags.items()} for name, tags in runs.items()}
+    names = {"bf16": "bf16-s1", "bf16, one bit of a weight changed": "bf16_bit-s1"}
+    records = [r for r in json.loads((folder / "results.json").read_text()) if r["name"].startswith("3,000 steps: ")]
+    assert len(records) == 8
+    for r in records:
+        of = measured[r["name"].partition(": ")[2]]
+        want = of(by_name["fp8-s1"]), of(by_name[names[r["reference"]]])
+        assert (r["value"], r["reference_value"]) == pytest.approx(want), r["name"]
