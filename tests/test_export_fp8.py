@@ -19,9 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
+from torchtitan.models.moe import MoE
 from torchtitan.models.qwen3 import qwen3_args
+from torchtitan.protocols.train_spec import get_train_spec
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
+from experiments.reference import relative_error
 from tests.layer import assert_equal, refused
 from tests.processes import call
 from titan_fp8moe import recipe
@@ -492,21 +495,67 @@ def test_refusals(export, export_job, job_state, tmp_path, monkeypatch, source, 
     assert not (tmp_path / "out/config.json").exists()
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
-def test_a_config_to_start_from(export, tmp_path, monkeypatch, capsys, model):
-    """A model from scratch has no config.json. With the one that the refusal prints, Transformers has its tensors."""
-    monkeypatch.setitem(qwen3_args, "tiny", replace(qwen3_args["debugmodel_moe"]))
-    options = "--config", TOML, f"--model.name={model}", "--model.flavor=tiny", "--quantized-from", "fp32"
-    job = Job(TOML, [*options[2:4]])
-    dcp.save({name: torch.zeros(value.shape) for name, value in job.state.items()}, checkpoint_id=tmp_path / "run")
+def two_layers(args, **moe):
+    return replace(args, n_layers=2, moe_args=replace(args.moe_args, num_experts=8, top_k=3, **moe))
+
+
+GROUPED = dict(num_expert_groups=4, num_limited_groups=2, route_scale=1.5)
+
+
+@pytest.mark.parametrize(("model", "flavor", "moe"), [
+    ("deepseek_v3", "tiny", {}),
+    ("deepseek_v3", "tiny", GROUPED),
+    ("qwen3", "debugmodel_moe", {}),
+])  # fmt: skip
+def test_a_config_to_start_from(export, tmp_path, monkeypatch, model, flavor, moe):
+    """A model from scratch has no config.json. With the one that the refusal prints, Transformers has its logits."""
+    spec = get_train_spec(model)
+    monkeypatch.setitem(spec.model_args, "small", two_layers(spec.model_args[flavor], **moe))
+    overrides = f"--model.name={model}", "--model.flavor=small", "--training.seq_len=64"
+    options = "--config", TOML, *overrides, "--assets", tmp_path, "--quantized-from", "fp32"
+    job, trained = Job(TOML, [*overrides]), spec.model_cls(spec.model_args["small"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        trained.init_weights(buffer_device=torch.device("cpu"))
+        for matrix in (param for param in trained.parameters() if param.ndim > 1):
+            matrix.normal_(std=matrix.shape[-1] ** -0.5)
+    dcp.save(trained.state_dict(), checkpoint_id=tmp_path / "run")
     with pytest.raises(SystemExit) as refusal:
-        export(tmp_path / "run", tmp_path / "out", "--assets", tmp_path, *options)
+        export(tmp_path / "run", tmp_path / "out", *options)
     said = str(refusal.value)
-    assert said.startswith(f"error: {tmp_path} has no config.json; name the model's folder with --assets.")
+    assert said.startswith(f"error: {tmp_path} has no config.json; name the model's folder with --assets. For a")
     (tmp_path / "config.json").write_text(said[said.index("{") :])
-    export(tmp_path / "run", tmp_path / "out", "--assets", tmp_path, *options)
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    export(tmp_path / "run", tmp_path / "out", *options)
+
+    state = {name: value.contiguous() for name, value in job.adapter.to_hf(trained.state_dict()).items()}
+    folder = write(tmp_path / "fp32", state, json.loads((tmp_path / "config.json").read_text()))
+    served = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for experts in (module.experts for module in trained.modules() if isinstance(module, MoE)):
+        experts.use_grouped_mm = False  # that path is bf16
+    tokens = torch.randint(2048, (2, 64))
+    with torch.no_grad():
+        got, want = served(tokens).logits, trained(tokens)
+    assert relative_error(got, want) < 1e-4
+
+
+# Models that no config.json of ours describes: flavor, overrides, and why.
+NO_CONFIG = [
+    ("deepseek_v3", "debugmodel", "", "DeepseekV3ForCausalLM multiplies what experts return by sigmoid scores"),
+    ("deepseek_v3", "16B", "", "DeepseekV3ForCausalLM multiplies what experts return by sigmoid scores"),
+    ("deepseek_v3", "before", "", "DeepseekV3ForCausalLM multiplies what experts return by sigmoid scores"),
+    ("deepseek_v3", "tiny", "--training.seq_len=8192", "training.seq_len > 4096 turned YaRN on"),
+    ("qwen3", "sigmoid", "", "Qwen3MoeForCausalLM multiplies what experts return by softmax scores"),
+    ("qwen3", "debugmodel", "", "only deepseek_v3 and qwen3 with experts are known"),
+    ("llama3", "debugmodel", "", "only deepseek_v3 and qwen3 with experts are known"),
+]
+
+
+@pytest.mark.parametrize(("model", "flavor", "overrides", "why"), NO_CONFIG)
+def test_no_config_to_start_from(monkeypatch, model, flavor, overrides, why):
+    monkeypatch.setitem(deepseekv3_args, "before", two_layers(deepseekv3_args["tiny"], score_before_experts=True))
+    monkeypatch.setitem(qwen3_args, "sigmoid", two_layers(qwen3_args["debugmodel_moe"], score_func="sigmoid"))
+    job = Job(TOML, [f"--model.name={model}", f"--model.flavor={flavor}", *overrides.split()])
+    assert job.starting_config == f"None is printed here, because {why}"
 
 
 def test_a_checkpoint_without_its_config(export, checkpoint, tmp_path):

@@ -19,7 +19,6 @@ for tensors that are fp32 in published weights, if the assets' folder has some.
 """
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
@@ -67,8 +66,7 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> tuple[Export, list[
         quantized_from, settings = args.quantized_from or job.quantized_from, job.settings
         if not (assets / "config.json").exists():
             raise ValueError(
-                f"{assets} has no config.json; name the model's folder with --assets. For a model from scratch save "
-                f"this there, and add what else it needs, such as token ids:\n{json.dumps(job.config, indent=2)}"
+                f"{assets} has no config.json; name the model's folder with --assets. {job.starting_config}"
             )
     elif (args.source / ".metadata").exists():
         raise ValueError(

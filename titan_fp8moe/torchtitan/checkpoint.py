@@ -36,7 +36,7 @@ class Job:
 
     Attributes:
         settings: what config.json should state of the model.
-        config: a config.json to start from, for a model that was trained from scratch.
+        starting_config: a config.json to start from, for a model that was trained from scratch; or why there is none.
         fp8: Hugging Face's names of the matrices that the job multiplies in FP8.
         assets: ``model.hf_assets_path``.
         quantized_from: :func:`quantized_from` on ``world_size`` ranks; None if that is None.
@@ -65,7 +65,7 @@ class Job:
         for name in ("num_expert_groups", "num_limited_groups"):
             values[name] = values.get(name) or 1
         self.settings = _settings(values)
-        self.config = _config(config.model.name, values)
+        self.starting_config = _starting_config(config.model.name, values)
         self.assets = Path(config.model.hf_assets_path)
         self.quantized_from = None if world_size is None else quantized_from(config, dims, model)
 
@@ -142,28 +142,38 @@ _SIZES = {
     "max_position_embeddings": "max_seq_len",
     **{name: name for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
 }
-# A model's type and architecture in Transformers, and keys of other names.
-_TYPES: dict[str, tuple[str, str, dict[str, str]]] = {
+# A model's type and architecture in Transformers, the scores of its router there, and keys of other names.
+_TYPES: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
+        "sigmoid",
         {"n_routed_experts": "num_experts", "num_key_value_heads": "n_heads"},
     ),
     "qwen3": (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
+        "softmax",
         {"num_experts": "num_experts", "intermediate_size": "hidden_dim", "head_dim": "head_dim"},
     ),
 }
 
 
-def _config(model: str, values: dict[str, Any]) -> dict[str, Any]:
-    """What torchtitan's arguments say of config.json. A query without LoRA has rank 0 there, and null here."""
-    kind, architecture, names = _TYPES.get(model, (model, "", {}))
+def _starting_config(model: str, values: dict[str, Any]) -> str:
+    """Builds a config.json from torchtitan's arguments, or says why Transformers would compute another model."""
+    if model not in _TYPES or not values.get("moe_enabled", True):
+        return "None is printed here, because only deepseek_v3 and qwen3 with experts are known"
+    kind, architecture, scores, names = _TYPES[model]
+    if values["score_func"] != scores or values["score_before_experts"]:
+        return f"None is printed here, because {architecture} multiplies what experts return by {scores} scores"
+    if values["max_seq_len"] > values.get("original_seq_len", values["max_seq_len"]):
+        return f"None is printed here, because training.seq_len > {values['original_seq_len']} turned YaRN on"
     found = {key: values[name] for key, name in (_SETTINGS | _SIZES | names).items() if values.get(name) is not None}
     if "q_lora_rank" in found:
-        found["q_lora_rank"] = found["q_lora_rank"] or None
-    return {"architectures": [architecture], "model_type": kind, "dtype": "bfloat16"} | found
+        found["q_lora_rank"] = found["q_lora_rank"] or None  # a query without LoRA has rank 0 in torchtitan
+    config = {"architectures": [architecture], "model_type": kind, "dtype": "bfloat16"} | found
+    advice = "For a model from scratch save this there, and add what else it needs, such as token ids"
+    return f"{advice}:\n{json.dumps(config, indent=2)}"
 
 
 def _settings(values: dict[str, Any]) -> list[Fact]:
