@@ -9,9 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.processes import time_limit
+from tests.processes import call, time_limit
 from tools import launch, progress
+from tools.one_bit import change_one_bit
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--tee=3"]
@@ -282,10 +287,12 @@ def test_one_environment_for_all_scripts(tmp_path: Path, lacks: str, torchtitan:
 
 TRAIN = """\
 import torch
-model = torch.nn.Linear(2, 2)
-before = model.weight.detach().clone()
+model = torch.nn.Sequential()
+model.layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
+weight = model.layers[0].weight.detach()
+before = weight.clone()
 model(torch.ones(2)), model(torch.ones(2))
-print(before.view(torch.int32) ^ model.weight.detach().view(torch.int32))
+print(before.view(torch.int32) ^ weight.view(torch.int32))
 """
 
 
@@ -297,3 +304,25 @@ def test_one_bit_of_one_weight_is_changed(tmp_path: Path):
     command = [sys.executable, "-m", "tools.one_bit"]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=time_limit(60))
     assert re.findall(r"\d+", done.stdout.partition("dtype")[0]) == [str(2**16), "0", "0", "0"], done.stderr
+
+
+def _changed_bits(rank: int) -> int:
+    """One of four ranks: two replicas of two shards of a weight with one row, so the second shard is empty."""
+    torch.distributed.init_process_group("fake", rank=rank, world_size=4)
+    mesh, shard = init_device_mesh("cpu", (2, 2)), torch.zeros(1 - rank % 2, 4)
+    weight = DTensor.from_local(shard, mesh, [Replicate(), Shard(0)], shape=torch.Size([1, 4]), stride=(4, 1))
+    layer = nn.Linear(4, 1, bias=False)
+    layer.weight = nn.Parameter(weight)
+    change_one_bit(nn.ModuleDict({"layers": nn.ModuleDict({"0": layer})}))
+    return int(shard.count_nonzero())
+
+
+def test_ranks_change_the_same_bit():
+    assert [call(_changed_bits, rank) for rank in range(4)] == [1, 0, 1, 0]
+
+
+def test_a_later_pipeline_stage_changes_no_bit():
+    stage = nn.ModuleDict({"layers": nn.ModuleDict({"7": nn.Linear(2, 2)})})
+    before = [param.clone() for param in stage.parameters()]
+    change_one_bit(stage)
+    assert all(map(torch.equal, before, stage.parameters()))

@@ -13,12 +13,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 
+def change_one_bit(model: nn.Module) -> None:
+    """Changes the first element of the first layer's first weight, on every rank that holds it."""
+    weight = next((param for name, param in model.named_parameters() if "layers.0." in name), None)
+    if weight is None:
+        return  # a later pipeline stage
+    if isinstance(weight, DTensor):
+        coordinate = weight.device_mesh.get_coordinate()
+        assert coordinate is not None
+        if any(at and not kind.is_replicate() for at, kind in zip(coordinate, weight.placements, strict=True)):
+            return  # another rank's shard begins with it
+        weight = weight.to_local()
+    weight.detach().view(-1).view(torch.uint8)[2] ^= 1  # bit 16 of an fp32 weight
+
+
 def change(model: nn.Module, _: tuple) -> None:
     """Runs before the first forward of any module, which is the whole model's."""
     hook.remove()
-    weight = next(model.parameters()).detach()
-    shard = weight.to_local() if isinstance(weight, DTensor) else weight
-    shard.view(-1).view(torch.uint8)[2] ^= 1  # bit 16 of an fp32 weight
+    change_one_bit(model)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from titan_fp8moe.torchtitan import JobConfig  # noqa: F401  torchtitan looks fo
 from titan_fp8moe.torchtitan.converter import loaded_trainers
 from titan_fp8moe.trainer.ahead import keep_host_ahead
 from titan_fp8moe.trainer.compat import fix_selective_checkpointing
+from tools.one_bit import change_one_bit
 
 fix_selective_checkpointing()  # bf16 needs it too, and no converter installs it there
 
@@ -109,8 +110,7 @@ def changed_bit(model: nn.Module) -> None:
 
     def init_and_change(*args, **kwargs) -> None:
         init_weights(*args, **kwargs)
-        weight = next(p for name, p in model.named_parameters() if "attention.w" in name)
-        getattr(weight, "to_local", lambda: weight)().view(torch.int32)[0, 0] ^= 1 << 16
+        change_one_bit(model)
 
     model.init_weights = init_and_change
 
