@@ -235,7 +235,9 @@ WAYS = "whole checkpoint", "checkpoint by op", "compiled", "autocast"
 BY_TOKEN = {"out", "x", "scores", "shared_scores"}
 
 
-def call_in(way: str, layer: Layer, run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+def call_in(way: str | Callable[..., Tensor], layer: Layer, run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    if callable(way):
+        return way(run, ids)
     if way == "compiled":
         torch._dynamo.reset()
         on_host = layer.travels and layer.config.dispatch == "all_to_all"  # which reads sizes there
@@ -248,7 +250,7 @@ def call_in(way: str, layer: Layer, run: Callable[[Tensor], Tensor], ids: Tensor
         return run(ids)
 
 
-def ours(layer: Layer, tensors: Tensors, *ways: str) -> dict[str, Tensor]:
+def ours(layer: Layer, tensors: Tensors, *ways: str | Callable[..., Tensor]) -> dict[str, Tensor]:
     """The output and all gradients of the package's layer, called in the last of the ``ways``; the first is by itself.
     Of several ways the first runs its backward once more for x alone, and once to leave gradients in the leaves."""
     leaves = {n: t.to(DEVICE).detach().requires_grad_(n not in layer.frozen) for n, t in tensors.leaves.items()}

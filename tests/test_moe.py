@@ -1,5 +1,5 @@
 """The whole layer: exact scaling, wrong ids, and what a token's row depends on: RL scores a token in another batch than
-it was sampled in. tests/test_any_layer.py has numbers and rows, tests/distributed/test_rows.py those of ranks."""
+it was sampled in. tests/test_any_layer.py has numbers and rows, tests/distributed/test_layers.py those of ranks."""
 
 import subprocess
 import sys
@@ -91,7 +91,7 @@ def test_weight_gradients_depend_on_the_order(seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_ranks_round_their_parts(dtype, seed):
-    """tests/distributed/test_rows.py has these bits from ranks. A token with all experts on one rank keeps its own."""
+    """tests/distributed/test_layers.py has these bits from ranks. One with all experts on one rank keeps its own."""
     layer = PLAIN._replace(dtype=dtype)
     tensors = Tensors.of(layer, seed)
     whole, parts, on_rank = ours(layer, tensors)["out"], [], tensors.ids // (layer.experts // 2)

@@ -29,7 +29,7 @@ from experiments.reference import relative_error
 from tests.distributed.runner import ONE_CONNECTION, ONE_GPU, gather_list, on_ranks, start
 from tests.layer import apply_layer, refused
 from tests.processes import run_workers, time_limit
-from tests.test_any_layer import BY_TOKEN, CHECKPOINTS, DEVICE, PLAIN, Layer, Tensors, once, ours
+from tests.test_any_layer import BY_TOKEN, DEVICE, PLAIN, WAYS, Layer, Tensors, call_in, ours
 from titan_fp8moe import Fp8FlowMoEConfig as Config
 from titan_fp8moe import check_room, ops, routed_experts
 from titan_fp8moe.dispatch import base
@@ -171,7 +171,7 @@ def test_ranks_equal_one_process(row: Row) -> None:
     if not row.uneven:
         assert_bits(ours(over(row.layer, "symmetric"), inputs), got)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        recomputed = functools.partial(functools.partial, CHECKPOINTS[row.seed % 2])
+        recomputed = functools.partial(functools.partial, call_in, WAYS[row.seed % 2], row.layer)
         again = ours(over(row.layer, "symmetric"), inputs, lambda run, ids: two_layers(recomputed(run), ids))
         torch.use_deterministic_algorithms(False)
         assert_bits(again, ours(over(row.layer, "all_to_all"), inputs, two_layers))
@@ -195,12 +195,12 @@ BOTH = {"all_to_all": "all_to_all", "symmetric": "symmetric"}
 CPU_AND_GPU = 2, pytest.param(4, marks=pytest.mark.slow), ONE_GPU, ONE_CONNECTION
 
 
-def symmetric(around: Callable[..., Tensor] = once, **settings) -> dict[str, Tensor]:
-    return ours(over(SMALL, **SYMMETRIC | settings), mine(), around)
+def symmetric(*ways: Callable[..., Tensor]) -> dict[str, Tensor]:
+    return ours(over(SMALL, **SYMMETRIC), mine(), *ways)
 
 
-def direct(around: Callable[..., Tensor] = once) -> dict[str, Tensor]:
-    return ours(over(SMALL, "all_to_all"), mine(), around)
+def direct() -> dict[str, Tensor]:
+    return ours(over(SMALL, "all_to_all"), mine())
 
 
 @on_ranks(2, ONE_GPU)
