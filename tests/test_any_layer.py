@@ -43,10 +43,6 @@ from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
 
-# Sums in another order move values over a rounding boundary, and a few tokens make up a result. An H200 and noise of
-# 5e-5 in the reference's products gave errors of up to 3.4e-2 and slopes of up to 1.3e-2.
-ERROR, SLOPE = (3e-3, 3e-4) if DEVICE == "cpu" else (5e-2, 2e-2)
-
 
 class Layer(NamedTuple):
     """A layer's description.
@@ -403,10 +399,22 @@ def slope(got: Tensor, want: Tensor) -> float:
     return float(got @ want / (want @ want))
 
 
-def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
+def bounds(layer: Layer) -> tuple[float, float]:
+    """The largest error, and distance of the slope from 1.
+
+    Sums in another order move values over a rounding boundary. Few tokens do not average this out. On an H200, and with
+    noise of 5e-5 in the reference's products, 300 tokens gave errors up to 1.2e-2 and slopes up to 3e-3. Up to 129
+    tokens gave 3.4e-2 and 1.3e-2.
+    """
+    if DEVICE == "cpu":
+        return 3e-3, 3e-4
+    return (2e-2, 5e-3) if layer.tokens >= 300 else (5e-2, 2e-2)
+
+
+def compare(layer: Layer, got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     """The results that differ."""
     assert got.keys() == want.keys()
-    wrong = []
+    (most, steepest), wrong = bounds(layer), []
     for name, reference in want.items():
         mine = got[name].cpu()
         assert mine.dtype == reference.dtype and mine.shape == reference.shape, name
@@ -414,7 +422,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
             assert not mine.any(), name
             continue
         error, fitted = relative_error(mine, reference), slope(mine, reference)
-        if not (error < ERROR and abs(fitted - 1) < SLOPE):
+        if not (error < most and abs(fitted - 1) < steepest):
             wrong.append(f"{name}: error {error:.1e}, slope {fitted:.5f}")
     return wrong
 
@@ -422,7 +430,7 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
 def test_any_layer(drawn_layer, group):
     layer, tensors = Layer.draw(drawn_layer), Tensors.of(Layer.draw(drawn_layer), drawn_layer)
     got = ours(layer, tensors)
-    assert not (wrong := compare(got, wanted(layer, tensors))), (layer, wrong)
+    assert not (wrong := compare(layer, got, wanted(layer, tensors))), (layer, wrong)
     way = WAYS[drawn_layer % len(WAYS)]
     fails = layer.entry == "RoutedExperts" and TorchVersion(torch.__version__) < (2, 13)  # on DTensors around the layer
     if way == "compiled" and (fails or layer.weights == "gathered"):
