@@ -270,6 +270,16 @@ def test_evaluation(offloaded):
             assert device.log == forward.split()
 
 
+@pytest.mark.parametrize(("owner", "name", "broken"), [
+    (Stream, "wait_for_copies", lambda *_: None), (Stream, "wait_for_reads", lambda *_: None), (host, "NUM_BUFFERS", 1),
+])  # fmt: skip
+def test_that_faults_show(offloaded, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, broken: Any):
+    """Late copies find a schedule that lacks a wait or a buffer."""
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError):
+        check(*twins(offloaded))
+
+
 def test_nothing_is_saved(offloaded):
     """Autograd keeps no values of a buffer, which will hold another layer, nor of the host's memory."""
     here, device = offloaded(Layers("none", lora=True))
