@@ -159,6 +159,13 @@ def test_parameters_of_zero_3_are_kept_themselves(monkeypatch):
     assert operands_module.aliases([weight])[0] is weight
 
 
+def test_other_shapes_get_other_buffers():
+    cache = WeightCache("forward")
+    first = cache.buffers([[torch.randn(2, 128, 256)]])
+    assert cache.buffers([[torch.randn(2, 128, 256)]]) is first
+    assert cache.buffers([[torch.randn(3, 128, 256)]]).operands[0].q.shape == (3, 128, 256)
+
+
 def test_compiling_a_module_leaves_the_buffers_of_others():
     """Their compiled code is shared by modules of one shape, whose buffers are made together."""
     torch.manual_seed(0)
