@@ -186,6 +186,8 @@ class Tensors(NamedTuple):
             leaves["w3"] = matrix(E, H, D)
         if layer.biased:
             leaves |= {f"b{name[1]}": matrix(*w.shape[:2]) for name, w in leaves.items() if name[0] == "w"}
+            if "b3" in leaves:
+                leaves["b3"] = leaves["b3"].contiguous()  # unlike b1
         rank = int(torch.randint(1, 20, ()))
         for name in layer.lora:
             N, K = leaves[name].shape[1:]

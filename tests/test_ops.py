@@ -28,6 +28,7 @@ from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
+from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -145,6 +146,14 @@ def test_kernels_return_what_references_do(name, args):
     want = WITH_KERNELS[name][1](*args)
     for g, w in zip(tree_leaves(got), tree_leaves(want), strict=True):
         assert layout(g) == layout(w)
+
+
+def test_biases_of_gate_and_up_have_equal_strides():
+    """Kernels take one pair of strides for the two."""
+    b1, b2, b3 = torch.randn(E, H), torch.randn(E, D), torch.randn(H, E).mT
+    for biases in (Biases(b1, b2, b3), Biases(b3, b2, b1)):
+        gate, up = biases.gate_up(ExpertSpec())
+        assert up is not None and gate.stride() == up.stride()
 
 
 def test_kernels_take_the_references_parameters():
