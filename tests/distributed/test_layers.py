@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.reference import relative_error
-from tests.distributed.runner import ONE_CONNECTION, ONE_GPU, gather_list, on_ranks, start
+from tests.distributed.runner import ONE_CONNECTION, ONE_GPU, Place, gather_list, on_ranks, start
 from tests.layer import apply_layer, refused
 from tests.processes import run_workers, time_limit
 from tests.test_any_layer import BY_TOKEN, DEVICE, PLAIN, WAYS, Layer, Tensors, call_in, ours
@@ -192,7 +192,7 @@ def mine(row: Row = Row()) -> Tensors:  # noqa: B008
 
 SYMMETRIC = dict(dispatch="symmetric", dispatch_capacity=2.5)
 BOTH = {"all_to_all": "all_to_all", "symmetric": "symmetric"}
-CPU_AND_GPU = 2, pytest.param(4, marks=pytest.mark.slow), ONE_GPU, ONE_CONNECTION
+CPU_AND_GPU = 2, pytest.param(Place(4), marks=pytest.mark.slow, id="4"), ONE_GPU, ONE_CONNECTION
 
 
 def symmetric(*ways: Callable[..., Tensor]) -> dict[str, Tensor]:
