@@ -93,7 +93,7 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _random_states() -> tuple[torch.Tensor, ...]:
-    """Of PyTorch's default generators. The device's is kept on the host, so that reading it waits for nothing."""
+    """The states of PyTorch's default generators. The device's is kept on the host: reading it waits for nothing."""
     return (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else ()))
 
 

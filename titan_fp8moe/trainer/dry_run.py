@@ -224,7 +224,7 @@ class MetaMoE(NamedTuple):
         return self._forward(tokens)
 
     def run_over_symmetric_memory(self, tokens: Tokens) -> Tensor:
-        """What ``dispatch = "auto"`` may go over to in a later step. After :meth:`run`."""
+        """Runs the layer as ``dispatch = "auto"`` may in a later step. Call it after :meth:`run`."""
         routed = cast(Any, self.routed)
         routed.config = replace(routed.config, dispatch="symmetric")
         return self._forward(tokens)
