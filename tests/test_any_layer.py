@@ -434,8 +434,10 @@ def test_any_layer(drawn_layer, group):
     got = ours(layer, tensors)
     assert not (wrong := compare(layer, got, wanted(layer, tensors))), (layer, wrong)
     way = WAYS[drawn_layer % len(WAYS)]
-    fails = layer.entry == "RoutedExperts" and TorchVersion(torch.__version__) < (2, 13)  # on DTensors around the layer
-    if way == "compiled" and (fails or layer.weights == "gathered"):
+    # On DTensors around the layer, and where the all-to-all breaks the graph of adapters.
+    fails = layer.entry == "RoutedExperts" or (layer.lora and layer.travels)
+    old = TorchVersion(torch.__version__) < (2, 13)
+    if way == "compiled" and ((old and fails) or layer.weights == "gathered"):
         way = "autocast"
     again = ours(layer, tensors, way)
     assert_equal(again.values(), got.values())
