@@ -4,7 +4,6 @@ import functools
 import io
 import itertools
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +16,8 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+from torch._inductor.runtime import compile_tasks
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from triton.backends.nvidia import driver as nvidia
@@ -36,7 +37,7 @@ from titan_fp8moe.kernels import launch, warm_up
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.run import Experts, Shared, experts_of, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.ops import Fp8Weight, backend
 from titan_fp8moe.spec import ExpertSpec
 
 T, K, E, D, H = 96, 2, 4, 256, 128
@@ -105,7 +106,7 @@ class Begun(io.BytesIO):
 
 def ahead(told: bytes) -> set[str]:
     """The launches that a process compiles from this input."""
-    return launched(worker.recorded([functools.partial(*pickle.loads(told))]))
+    return launched(worker.recorded([worker.from_pickle(told)]))
 
 
 def real_and_told(layer: Callable[[], Tensor]) -> tuple[set[str], bytes]:
@@ -141,14 +142,42 @@ def test_the_kernels_of_a_layer(name):
     assert ahead(told) == real and {"grouped_mm_hopper_kernel", "_probe_kernel"} < {key.split()[0] for key in real}
 
 
+@pytest.mark.parametrize("name", ["plain", "shared", "FFN"])
+def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
+    """Each op tells a process of its own, when it is traced for a GPU, and once."""
+    begun: list[Begun] = []
+
+    def begin(module: str) -> SimpleNamespace:
+        begun.append(Begun())
+        return SimpleNamespace(stdin=begun[-1])
+
+    def traced(*call: Any) -> None:
+        with monkeypatch.context() as patches:
+            patches.setattr(FakeTensor, "is_cuda", True, raising=False)
+            warm_up.compile_traced(*call)
+
+    monkeypatch.setattr(warm_up, "begin", begin)
+    monkeypatch.setattr(warm_up, "seen", set())
+    monkeypatch.setattr(warm_up, "use_inductors_ptxas", lambda: None)
+    monkeypatch.setattr(backend, "compile_traced", traced)
+    layer = layers()[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for _ in range(2):
+            out = layer()
+            out.backward(torch.empty_like(out))
+    assert len(begun) == 3
+    real, _ = call(real_and_told_of, name)
+    assert set().union(*(ahead(process.told) for process in begun)) == real
+
+
 def compare_on_two_ranks() -> None:
     """A process that compiles has no group. Whatever the number of tokens is: 1, a multiple of 16, or one more."""
     dist.init_process_group("gloo")
     mesh, found = init_device_mesh("cpu", (2,)), []
     weights = ExpertWeights(*(DTensor.from_local(w, mesh, [Shard(0)]) for w in cast(Any, matrices(E, H, D))))
-    for backend, with_shared, tokens in itertools.product(("all_to_all", "symmetric"), (False, True), (1, 96)):
-        tokens += dist.get_rank() * (backend == "all_to_all")
-        experts = a_layer(weights=weights if with_shared else None, dispatch=backend)._replace(
+    for dispatch, with_shared, tokens in itertools.product(("all_to_all", "symmetric"), (False, True), (1, 96)):
+        tokens += dist.get_rank() * (dispatch == "all_to_all")
+        experts = a_layer(weights=weights if with_shared else None, dispatch=dispatch)._replace(
             ep_group=dist.group.WORLD
         )
         shared = Shared(one(matrices(1, 384, D))) if with_shared else None
@@ -288,10 +317,12 @@ def test_the_kernels_of_a_job():
 
 
 def test_a_job_begins_the_command(monkeypatch):
+    """With the ptxas that Inductor would choose later: by another one's kernels the job's launches find nothing."""
     begun: list[tuple] = []
+    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: begun.append(()))
     monkeypatch.setattr(warm_up, "begin", lambda *command: begun.append(command))
     monkeypatch.setattr(sys, "argv", ["train.py", "--training.steps=1"])
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("WORLD_SIZE", "16")
     warm_up.compile_job("job.toml")
-    assert begun == [("titan_fp8moe.warm_up", "job.toml", "--rank=8", "--world-size=16", "--training.steps=1")]
+    assert begun == [(), ("titan_fp8moe.warm_up", "job.toml", "--rank=8", "--world-size=16", "--training.steps=1")]

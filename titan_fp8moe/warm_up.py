@@ -18,11 +18,13 @@ import sys
 from triton import knobs
 
 from titan_fp8moe.kernels.compile import compile_all
+from titan_fp8moe.kernels.warm_up import use_inductors_ptxas
 from titan_fp8moe.versions import installed
 
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a dry run of torchtitan 0.3 would begin to use the GPU
+    use_inductors_ptxas()
     release = "torchtitan" if (installed("torchtitan") or "").startswith("0.2.") else "torchtitan03"
     dry_run = importlib.import_module(f"titan_fp8moe.{release}.dry_run")
     if failed := compile_all(dry_run.layers(dry_run.from_command_line(__doc__))):

@@ -1,7 +1,7 @@
 """Compiles layers' kernels for Hopper GPUs into Triton's cache: ``python -m titan_fp8moe.kernels.compile < FILE``.
 
-The layers run on meta tensors, which collects their launches. No GPU is needed. FILE is a pickled tuple of a layer and
-its arguments, as :func:`titan_fp8moe.kernels.warm_up.compile_ahead` makes it.
+The layers run on meta tensors, which collects their launches. No GPU is needed. FILE is a pickled tuple of a function
+and its arguments, with :class:`titan_fp8moe.kernels.warm_up.Like` in the place of tensors.
 """
 
 import contextlib
@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from titan_fp8moe.kernels import launch
+from titan_fp8moe.kernels.warm_up import Like
 from titan_fp8moe.recipe import E8M0
 
 MAX_PROCESSES = 16
@@ -35,8 +37,9 @@ Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
 _launches: list[Launch] = []
 
 
-def compile_all(layers: Iterable[Callable[[], Tensor]]) -> int:
+def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
     """Compiles what the layers, forwards on meta tensors, and their backwards launch. Returns how many kernels failed.
+    An op, which returns a list, has no backward here.
 
     The processes that share the work are forks, so call it where there is neither CUDA nor a thread.
 
@@ -55,13 +58,14 @@ def compile_all(layers: Iterable[Callable[[], Tensor]]) -> int:
     return sum(future.exception() is not None for future in done)
 
 
-def recorded(layers: Iterable[Callable[[], Tensor]]) -> list[Launch]:
+def recorded(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[Launch]:
     """The layers' launches, one for each kernel that they compile to. GEMMs come first, and the last launch before the
     first one: a layer that is called meanwhile compiles from the other end."""
     with launch.recording() as launches:
         for layer in layers:
             out = layer()
-            out.backward(torch.empty_like(out))
+            if isinstance(out, Tensor):
+                out.backward(torch.empty_like(out))
         launch.launch_probe("meta")
     unique: dict[tuple, Launch] = {}
     for kernel, tensors, constants in launches:
@@ -88,5 +92,10 @@ def _compile(index: int) -> None:
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
+def from_pickle(call: bytes) -> Callable[[], Tensor | list[Tensor]]:
+    """The function and its arguments, on meta tensors."""
+    return functools.partial(*tree_map_only(Like, Like.on_meta, pickle.loads(call)))
+
+
 if __name__ == "__main__":
-    sys.exit(compile_all([functools.partial(*pickle.load(sys.stdin.buffer))]))
+    sys.exit(compile_all([from_pickle(sys.stdin.buffer.read())]))

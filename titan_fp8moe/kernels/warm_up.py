@@ -4,8 +4,8 @@ A layer has some 20 kernels, of which the six GEMMs take most of the time. Trito
 after the other. Nobody waits for the processes begun here: a launch finds its kernel in the cache, or compiles it as
 ever. So a process that fails costs nothing but time. Run its module by hand to see why.
 
-A torchtitan job begins ``python -m titan_fp8moe.warm_up`` when its model is converted: :func:`compile_job`. Other
-layers begin :mod:`titan_fp8moe.kernels.compile` at their first call, unless ``torch.compile`` traces it.
+A torchtitan job begins ``python -m titan_fp8moe.warm_up`` when its model is converted: :func:`compile_job`. Elsewhere
+:mod:`titan_fp8moe.kernels.compile` begins at a layer's first call, or when ``torch.compile`` traces its ops.
 """
 
 import contextlib
@@ -14,21 +14,42 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton import knobs
 
 from titan_fp8moe.kernels.gemm import grouped_mm
 
 seen: set[Hashable] = set()
-"""The kinds of layers that were called in this process, for which :func:`compile_ahead` has nothing more to do."""
+"""The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
 
+_job: subprocess.Popen | None = None
 _begun: list[subprocess.Popen] = []  # Python warns of those that are collected while they run
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor, or this rank's part of it, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Like":
+        local = getattr(tensor, "_local_tensor", tensor)
+        return cls(tuple(local.shape), local.stride(), local.dtype, tensor.requires_grad)
+
+    def on_meta(self) -> Tensor:
+        like = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return like.requires_grad_(self.requires_grad)
 
 
 def is_due(kind: Hashable, x: Tensor) -> bool:
@@ -45,18 +66,51 @@ def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> N
         layer: is pickled by its name.
         args: trees of tensors and of what can be pickled. The first one is the layer's input.
     """
+    x, *others = tree_map_only(Tensor, Like.of, args)
+    _begin_with(kind, layer, replace(x, requires_grad=True), *others)
+
+
+def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Begins to compile what an op of this package launches, if PyTorch traces it for a GPU and for these sizes."""
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+    if not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
+        return
+    kind = op, *((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    if kind not in seen:
+        use_inductors_ptxas()
+        _begin_with(kind, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
+
+
+def run_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    return getattr(torch.ops.titan_fp8moe, op)(*args, **kwargs)
+
+
+def _begin_with(kind: Hashable, *call: Any) -> None:
     seen.add(kind)
-    if (process := begin("titan_fp8moe.kernels.compile")) is not None:
-        x, *others = tree_map_only(Tensor, _like, args)
+    job_compiles = _job is not None and _job.poll() in (None, 0)
+    if not job_compiles and (process := begin("titan_fp8moe.kernels.compile")) is not None:
         with contextlib.suppress(OSError), cast(Any, process.stdin) as pipe:  # where the process has ended already
-            pipe.write(pickle.dumps((layer, x.requires_grad_(), *others)))
+            pipe.write(pickle.dumps(call))
+
+
+def use_inductors_ptxas() -> None:
+    """Sets the ptxas of this process as Inductor does once it compiles here: to torch's own, in some releases.
+
+    Triton looks up kernels by the version of ptxas too, so a job would not find those that another ptxas has made.
+    """
+    from torch._inductor.runtime import compile_tasks  # its function is private: checked with torch 2.11 to 2.15
+
+    getattr(compile_tasks, "_set_triton_ptxas_path", lambda: None)()
 
 
 def compile_job(*arguments: str) -> None:
     """Begins to compile the kernels of the torchtitan job of ``sys.argv``. ``arguments``: what
     :mod:`titan_fp8moe.warm_up` takes besides. It ends at once for programs whose arguments are their own."""
+    global _job
+    use_inductors_ptxas()
     ranks = f"--rank={os.environ.get('RANK', 0)}", f"--world-size={os.environ.get('WORLD_SIZE', 1)}"
-    begin("titan_fp8moe.warm_up", *arguments, *ranks, *sys.argv[1:])
+    _job = begin("titan_fp8moe.warm_up", *arguments, *ranks, *sys.argv[1:])
 
 
 def begin(*command: str) -> subprocess.Popen | None:
@@ -74,10 +128,3 @@ def begin(*command: str) -> subprocess.Popen | None:
     python = sys.executable, "-m"
     _begun.append(subprocess.Popen([*python, *command], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment))
     return _begun[-1]
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """A meta tensor like this one, or like this rank's part of it."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    like = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    return like.requires_grad_(tensor.requires_grad)

@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from titan_fp8moe.kernels.launch import is_recording, recording
+from titan_fp8moe.kernels.warm_up import compile_traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,6 +53,7 @@ def custom_op(function: Callable[P, R], name: str = "", of_backward: bool = Fals
     op = getattr(torch.ops.titan_fp8moe, name).default
 
     def fake(*args: Any, **kwargs: Any) -> Any:
+        compile_traced(name, args, kwargs)
         with recording():
             return function(*args, **kwargs)
 
