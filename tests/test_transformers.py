@@ -4,6 +4,7 @@ References are Transformers' own experts, eager and in fp32, unless a test says 
 """
 
 import contextlib
+import copy
 import functools
 import importlib
 import re
@@ -309,6 +310,7 @@ def test_scales_that_are_no_powers_of_two():
         got, rounded = experts(*inputs), codes()
         assert not torch.equal(rounded, before)
         assert torch.equal(experts(*inputs), got) and torch.equal(codes(), rounded)
+        assert torch.equal(copy.deepcopy(copy.deepcopy(experts))(*inputs), got)
         for param in plain.parameters():
             param.mul_(1.3)
         assert all(relative_error(out, plain(*inputs)) < ONE_LAYER for out in (exact, got))

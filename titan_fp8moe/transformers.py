@@ -274,18 +274,22 @@ def _add_cache(experts: Any, layouts: Layouts) -> None:
     add_cache(experts, layouts, name="fp8_flow_cache")
 
 
+_rounded: "weakref.WeakKeyDictionary[nn.Module, list[tuple]]" = weakref.WeakKeyDictionary()
+"""The tensors that experts had after rounding. No attribute: keys hold weak references, which cannot be copied."""
+
+
 @_outside_of_graphs  # it reads values on the host
 def _round_scales(experts: Any) -> None:
     """Replaces weights and scales by those with powers of two, once."""
     pairs = [(getattr(experts, name), getattr(experts, f"{name}_scale_inv")) for name in (_first(experts), "down_proj")]
-    if vars(experts).get("fp8_flow_rounded") == [tensor_key(t) for pair in pairs for t in pair]:
+    if _rounded.get(experts) == [tensor_key(t) for pair in pairs for t in pair]:
         return
     for q, scale in pairs:
         weight = Fp8Weight.of_blocks(q, scale.to(q.device), scales="round")
         if weight.q.data_ptr() != q.data_ptr():
             q.detach().view(torch.uint8).copy_(weight.q.view(torch.uint8))
             scale.data.copy_(exp2(exponent(weight.scale)))
-    experts.fp8_flow_rounded = [tensor_key(t) for pair in pairs for t in pair]
+    _rounded[experts] = [tensor_key(t) for pair in pairs for t in pair]
 
 
 def _why_not(experts: Any) -> str | None:
