@@ -109,3 +109,13 @@ REFUSALS = [
 def test_refusals(model, config, options, said):
     with refused(said):
         quantize_(model(), config, **options)
+
+
+def test_a_refusal_converts_nothing():
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128))
+    with pytest.raises(ValueError, match="without a bias"):
+        quantize_(model, Fp8FlowMoEConfig())
+    half = torch.nn.Linear(128, 128, bias=False).half()
+    with pytest.raises(ValueError, match="float16"):
+        Fp8FlowLinear.convert(half, Fp8FlowMoEConfig())
+    assert {type(linear) for linear in (*model, half)} == {torch.nn.Linear}

@@ -16,7 +16,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torchao.core.config import AOBaseConfig
@@ -79,7 +79,14 @@ def _default_filter(model: nn.Module) -> Callable[[nn.Module, str], bool]:
             f"{type(model).__name__} has MoE layers, and torchao's default filter selects linears alone; call "
             "quantize_ with filter_fn = is_moe, and again with linears(...) for linears, of titan_fp8moe.torchao"
         )
-    return lambda module, name: isinstance(module, nn.Linear) and name.split(".")[-1] not in _OUTPUTS
+
+    def filter_fn(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name.split(".")[-1] not in _OUTPUTS
+
+    for name, module in model.named_modules():
+        if filter_fn(module, name):
+            Fp8FlowLinear.check(cast(nn.Linear, module))  # before any is converted
+    return filter_fn
 
 
 def _with_default_filter(replace: Callable[..., Any]) -> Callable[..., Any]:
