@@ -287,11 +287,6 @@ def _is_for_another_process() -> bool:
     return torch._functorch.config.strict_autograd_cache
 
 
-def kind_of(module: nn.Module, layouts: Layouts) -> str:
-    """The ``kind`` of the cache of a module's weights."""
-    return f"{type(module).__qualname__} {layouts} {[tuple(param.shape) for param in module.parameters()]}"
-
-
 _steps: dict[torch.device, Tensor] = {}
 
 

@@ -92,7 +92,8 @@ class AddsLora(nn.Module):
 
     @torch.no_grad()
     def merge_lora(self) -> None:
-        """Adds the adapters to the weights, each sum rounded once to the weight's dtype, and removes them.
+        """Adds the adapters to the weights, each sum rounded once to the weight's dtype, and removes them. The weights
+        stay frozen.
 
         The merged experts are quantized as a whole, and a step of e4m3 is 6 to 12% of a value. FP8 layers then round
         most of an adapter away that changes the weights by about 1%. Merge for bf16 inference or for a checkpoint;

@@ -1,6 +1,6 @@
 """The routed experts, and a linear, as modules for any model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -8,17 +8,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.hooks import RemovableHandle
 
 from titan_fp8moe import ops
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.layer import operands
 from titan_fp8moe.layer.checks import check_padded_apart
 from titan_fp8moe.layer.fp8_gather import Fp8AllGather
 from titan_fp8moe.layer.group import linear
 from titan_fp8moe.layer.host import HostLayer
-from titan_fp8moe.layer.operands import WeightCache, kind_of, own_cache
-from titan_fp8moe.layer.operands import add_cache as add_cache_to
+from titan_fp8moe.layer.operands import WeightCache, own_cache
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
@@ -239,9 +239,11 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
     def for_layer(self) -> Experts:
         weights: Any = ExpertWeights(self.w1, self.w2, self.w3)
         biases: Any = None if (b1 := self.b1) is None else Biases(b1, self.b2, self.b3)
-        frozen = are_frozen(weights)
+        frozen, alone = are_frozen(weights), self.ep_group is None
+        if alone and isinstance(self.w1, DTensor) and not _replicated(self.w1):
+            raise RuntimeError(f"these experts are one rank's shard; {_GATHER}")
         # Elsewhere the layer reads DTensors, faster than to_local() does.
-        if self.gathers_fp8 or (isinstance(self.w1, DTensor) and (not self.ep_group or torch.compiler.is_compiling())):
+        if self.gathers_fp8 or (isinstance(self.w1, DTensor) and (alone or torch.compiler.is_compiling())):
             weights = ExpertWeights(*self.local_weights(*weights))
             biases = biases and Biases(*map(local_of, biases))
         cache = cache_of(self, frozen)
@@ -321,6 +323,13 @@ class Fp8RoutedExperts(_RunsLayer):
         return f"num_experts={experts}, dim={dim}, hidden_dim={hidden_dim}, stored in FP8, {self.config.describe()}"
 
 
+_GATHER = "call the module that FSDP wraps, or register_fsdp_forward_method(module, name) for another of its methods"
+
+
+def _replicated(tensor: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     x, topk_ids, topk_scores = args
     return x, topk_ids, topk_scores.tensor if isinstance(topk_scores, KeepDtype) else topk_scores
@@ -328,8 +337,8 @@ def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]
 
 def add_cache(module: Any) -> None:
     """Gives a module, whose ``config`` and parameters are set, a weight cache for :func:`cache_of`."""
-    layouts = module.config.kept_layouts
-    add_cache_to(module, layouts, kind_of(module, layouts))
+    layouts, shapes = module.config.kept_layouts, [tuple(param.shape) for param in module.parameters()]
+    operands.add_cache(module, layouts, kind=f"{type(module).__qualname__} {layouts} {shapes}")
 
 
 def cache_of(module: Any, frozen: bool) -> WeightCache | None:
@@ -417,10 +426,16 @@ class Fp8FlowLinear(nn.Linear):
         Raises:
             ValueError: for a subclass of ``nn.Linear``, or a bias.
         """
-        if type(module) is not nn.Linear or module.bias is not None:
-            raise ValueError(f"only an nn.Linear without a bias can be Fp8FlowLinear, not {module}")
+        Fp8FlowLinear.check(module)
         module.__class__ = Fp8FlowLinear
         cast(Fp8FlowLinear, module)._configure(config)
+
+    @staticmethod
+    def check(module: nn.Linear) -> None:
+        """Raises ValueError for a linear that :meth:`convert` does not take."""
+        if type(module) is not nn.Linear or module.bias is not None:
+            raise ValueError(f"only an nn.Linear without a bias can be Fp8FlowLinear, not {module}")
+        _check_dtype(module.weight.dtype)
 
     def _configure(self, config: Fp8FlowMoEConfig) -> None:
         _check_dtype(self.weight.dtype)
@@ -436,14 +451,25 @@ class Fp8FlowLinear(nn.Linear):
         cache = cache_of(self, frozen)
         if not isinstance(w, DTensor):
             return linear(x, w, self.config, cache, self.nan_flags, frozen)
-        placements, x_grad = w.placements, w.placements  # replicated
-        if w.placements == (Shard(0),):
-            placements, x_grad = (Shard(x.ndim - 1),), (Partial(),)
-        elif w.placements == (Shard(1),):
-            placements, x_grad = (Partial(),), (Shard(x.ndim - 1),)
-        x = cast(DTensor, x).to_local(grad_placements=x_grad)
-        out = linear(x, w.to_local(), self.config, cache, self.nan_flags, frozen)
-        return DTensor.from_local(out, w.device_mesh, placements, run_check=False)
+        if not isinstance(x, DTensor):
+            raise RuntimeError(f"the weight of Fp8FlowLinear is a DTensor, but its input is none; {_GATHER}")
+        given, w_grad, x_grad, result = _linear_placements(w, x)
+        x = x.redistribute(placements=given).to_local(grad_placements=x_grad)
+        out = linear(x, w.to_local(grad_placements=w_grad), self.config, cache, self.nan_flags, frozen)
+        return DTensor.from_local(out, w.device_mesh, result, run_check=False)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"
+
+
+def _linear_placements(w: DTensor, x: DTensor) -> tuple[Sequence[Placement], ...]:
+    """Placements of a linear's input, of the gradients of weight and input, and of the output, as ``nn.Linear``'s."""
+    features, replicated = Shard(x.ndim - 1), Replicate()
+    if w.placements == (Shard(0),):
+        return (replicated,), w.placements, (Partial(),), (features,)
+    if w.placements == (Shard(1),):
+        return (features,), w.placements, (features,), (Partial(),)
+    if not _replicated(w):
+        raise ValueError(f"Fp8FlowLinear takes a weight that is replicated or sharded over one dim, not {w.placements}")
+    tokens = [p if isinstance(p, Shard) and p != features else replicated for p in x.placements]
+    return tokens, [replicated if p == replicated else Partial() for p in tokens], tokens, tokens

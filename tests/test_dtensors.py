@@ -1,0 +1,39 @@
+"""Modules with DTensors, on a mesh of one rank: where results lie, and weights that nobody has gathered."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.layer import DEVICE
+from titan_fp8moe import Fp8FlowLinear, RoutedExperts
+
+
+@pytest.mark.parametrize(
+    ("weight", "x"),
+    [(Replicate(), Replicate()), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(1), Shard(1))],
+)
+def test_a_linear_of_dtensors(group, weight, x):
+    """Its output and weight gradient are placed as ``nn.Linear``'s."""
+    mesh, placed = init_device_mesh(DEVICE, (1,)), []
+    for kind in (functools.partial(nn.Linear, bias=False), Fp8FlowLinear):
+        linear = kind(128, 256, device=DEVICE)
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [weight]))
+        rows = distribute_tensor(torch.randn(64, 128, device=DEVICE), mesh, [x]).requires_grad_()
+        out = linear(rows)
+        out.backward(torch.ones_like(out))
+        placed.append([t.placements for t in (out, linear.weight.grad)])
+    assert placed[0] == placed[1]
+
+
+def test_weights_that_fsdp_has_not_gathered(group):
+    experts, linear = RoutedExperts(4, 128, 128, device=DEVICE), Fp8FlowLinear(128, 128, device=DEVICE)
+    fully_shard(nn.Sequential(experts, linear), mesh=init_device_mesh(DEVICE, (1,)))
+    x, ids = torch.randn(8, 128, device=DEVICE), torch.zeros(8, 1, dtype=torch.int64, device=DEVICE)
+    for call in (lambda: experts(x, ids, torch.ones(8, 1, device=DEVICE)), lambda: linear(x)):
+        with pytest.raises(RuntimeError, match="call the module that FSDP wraps"):
+            call()
