@@ -16,7 +16,8 @@ class GroupRows(NamedTuple):
     """Tokens as one group of rows, for an FFN that serves every token.
 
     Attributes:
-        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128.
+        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128. Shared experts' q is kept with the routed
+            experts' rows, and None meanwhile.
         scale: (R, D // 128) e8m0, column-major.
         end: (1,) int32, R.
         score: (R,) fp32, by which each row of the output is multiplied, 0 for padding; or None.
@@ -33,7 +34,8 @@ class GroupRows(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Row map of expert order; see :func:`titan_fp8moe.recipe.expert_routing`.
+    """Row map of expert order; see :func:`titan_fp8moe.recipe.expert_routing`. One group of rows has neither
+    ``token_M`` nor ``row_TK``.
 
     Attributes:
         offsets_E: (E,) int32, end of each local expert's group, a multiple of 128.

@@ -124,10 +124,9 @@ class AllToAllDispatch(base.Dispatch):
         # All ranks know the sum of their routed pairs. They exchange each rank's number only if one could get too many.
         if row_capacity(sum(counts[-2] for counts in received_N), num_local) <= base.MAX_ROWS:
             return
-        rows = [*_arriving_rows(received_N), sum(self.splits[0])]
-        rows = torch.tensor(rows, dtype=torch.int32, device=ids_TK.device)
+        own = torch.tensor([*_arriving_rows(received_N), sum(self.splits[0])], dtype=torch.int32, device=ids_TK.device)
         one_each = [1] * len(received_N)
-        sent_N = rows.expand(len(one_each), 3).contiguous().view(torch.uint8)
+        sent_N = own.expand(len(one_each), 3).contiguous().view(torch.uint8)
         rows_N = ops.wait(ops.start_all_to_all(sent_N, one_each, one_each, self.group_name)).view(torch.int32)
         for rank, (rows, capacity, num_sent) in enumerate(rows_N.tolist()):
             base.check_rows(f"rank {rank} of the expert-parallel group", rows, capacity, num_local, num_sent)

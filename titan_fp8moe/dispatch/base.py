@@ -55,7 +55,8 @@ class Pending(NamedTuple):
 
     Attributes:
         rows: the payload in flight, which :func:`titan_fp8moe.ops.wait` waits for, or rows that stay; None for
-            gradients of tokens that nobody needs. The layer drops it after ``receive`` or ``finish``.
+            gradients of tokens that nobody needs, and where peers read the rows. The layer drops it after ``receive``
+            or ``finish``.
         extra: what goes with rows that stay: scales of quantized rows, or gradients of scores.
         with_gradients: whether gradients of scores come back too.
     """

@@ -53,14 +53,13 @@ class LocalDispatch(Dispatch):
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         self.bias = bias
-        return Pending(y_MD, ds_M, with_gradients=ds_M is not None)
+        return Pending(y_MD, ds_M)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
-        rows_MD, ds_M, with_gradients = pending
+        rows_MD, ds_M, _ = pending
         row_TK = self.routing.row_TK
-        if not with_gradients:
+        if ds_M is None:
             return Returned(ops.unpermute_sum(cast(Tensor, rows_MD), row_TK, dtype, addend_RD, *(self.bias or ())))
-        ds_M = cast(Tensor, ds_M)
         if rows_MD is None:
             return Returned(None, ds_M[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0))
         return Returned(*ops.unpermute_gradients(rows_MD, ds_M.unsqueeze(1), row_TK, dtype, addend_RD))

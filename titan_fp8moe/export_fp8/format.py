@@ -89,8 +89,8 @@ def is_matrix(name: str, value: Tensor) -> bool:
     """
     if value.dim() > 2 and ROUTED in name:
         raise ValueError(
-            f"{name} holds all experts of a layer, as gpt-oss's own format does. DeepSeek's has one matrix per expert "
-            "and no biases: serve such a model in bf16"
+            f"{name} holds all experts of a layer, as gpt-oss's own format and plain RoutedExperts do. DeepSeek's has "
+            "one matrix per expert and no biases: export a model of Transformers, or serve in bf16"
         )
     return value.dim() == 2 and name.endswith(".weight")
 

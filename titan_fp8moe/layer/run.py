@@ -202,6 +202,7 @@ def run_layer(
     refuse_export(inputs)
     kind = spec, weights.w2.shape, getattr(shared.weights.w2, "shape", None), stored and stored.w2.scale.dtype
     if warm_up.is_due(kind, x_TD):
+        # Without what another process cannot have: caches, and the host's copies behind stored weights.
         alone = call._replace(cache=None, shared_cache=None, stored=stored and ExpertWeights(*stored))
         warm_up.compile_ahead(kind, ExpertsFunction.apply, *inputs, alone)
     out = run_experts(inputs, call)

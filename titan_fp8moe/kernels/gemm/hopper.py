@@ -9,9 +9,8 @@ tile's rows come from A and its columns from B. If ``TRANSPOSED``, they are stor
 
 **Tile counter.** Each SM runs one CTA. All CTAs take work tiles from one counter in global memory. A static assignment
 would cost nothing and do as well on an idle GPU. But communication kernels hold some of the SMs. CTAs that wait for
-those SMs start late, with all of their tiles: with 16 of an H200's 132 SMs held, a GEMM took 1.8 times as long. CTAs
-with static tiles also seem to drift apart in a long GEMM, so that they share less in L2. Weight gradients of very long
-groups took up to 11% longer.
+those SMs start late, with all of their tiles. CTAs with static tiles also seem to drift apart in a long GEMM, so that
+they share less in L2.
 
 **Partitions.** A CTA has three, which synchronize through mbarriers only. A *block* is 128 of the contraction dim::
 
@@ -70,7 +69,7 @@ and the end therefore get a block whose product is not used.
 **Registers.** A 64x64 slice of fp32 takes 32 registers of each of 128 threads. Four accumulators take 128 and two
 partials 64. That leaves 48 of a consumer's 240 for scales and addresses, and no room to copy a partial. With one
 partial of 128 columns each, the consumers would cover for each other's promotion. It takes as many registers and reads
-less shared memory, but was 10 to 20% slower on an H200.
+less shared memory, but was slower on an H200.
 
 Narrow tiles run the same code with two slices.
 

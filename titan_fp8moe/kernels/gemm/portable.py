@@ -1,6 +1,6 @@
 """GEMMs over expert groups in plain Triton. They run everywhere, in Triton's interpreter too.
 
-:mod:`.grouped_mm` picks them where there is no Hopper GPU. On sm_90 the kernels in Gluon are 1.2 to 2 times as fast.
+:mod:`.grouped_mm` picks them where there is no Hopper GPU. On sm_90 the kernels in Gluon are faster.
 These are not tuned for other GPUs: they have run on sm_90 only. CI also compiles them for sm_89, where they spill
 registers, and for sm_100 and sm_120.
 
