@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +56,14 @@ def within(seconds: float, items: Iterable[T]) -> Iterator[T]:
             return
         yield item
         torch.cuda.empty_cache()
+
+
+def measure_each(description: str, what: str, cases: Iterable[T], measure: Callable[[T], list[dict]]) -> None:
+    """A script's main on a GPU: adds the records of each case, which ``what`` names, as soon as it is measured."""
+    args = script_parser(description, out="add the records to this JSON file", budget=what).parse_args()
+    begin(args.trial)
+    for case in within(args.budget, cases):
+        write_records(args.out, measure(case))
 
 
 def require_commit(trial: bool) -> None:

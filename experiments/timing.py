@@ -165,6 +165,11 @@ def median_ms(candidates: dict[str, Callable[[], object]], busy_sms: bool = Fals
     return states
 
 
+def tflops(times: dict[str, dict[str, float]], products: int) -> dict[str, dict[str, float]]:
+    """TFLOP/s in the place of milliseconds."""
+    return {state: {name: 2e-9 * products / ms for name, ms in of.items()} for state, of in times.items()}
+
+
 def show(title: str, figures: dict[str, dict[str, float]], unit: str = "ms") -> None:
     """Prints the figures of each candidate, a column for each state."""
     print(f"\n{title}; {unit} {', '.join(figures)}")

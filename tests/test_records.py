@@ -10,12 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from experiments import provenance
 from experiments.provenance import environment
 from experiments.records import write_records
-from tests.processes import run_script
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
@@ -72,20 +70,6 @@ def test_commit_of_a_copy_without_git(checkout: Path, monkeypatch):
     assert environment()["commit"] is None
     monkeypatch.setenv("TITAN_FP8MOE_COMMIT", "abc1234")
     assert environment()["commit"] == "abc1234"
-
-
-def test_scripts_ask_for_a_gpu_first():
-    folders, root = ("kernels", "throughput", "transformers", "expert_parallel"), Path(__file__).parents[1]
-    texts = [path.read_text() for folder in folders for path in (root / "experiments" / folder).glob("*.py")]
-    mains = [text.split("\ndef main(")[1] for text in texts if "\ndef main(" in text]
-    assert len(mains) > 10 and all("begin(args.trial)" in main for main in mains)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-def test_a_script_without_a_gpu_ends_with_a_sentence():
-    done = run_script("-m", "experiments.kernels.gemm", "--out", "o")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: this measures on a GPU, and PyTorch")
 
 
 def test_the_long_run_is_its_losses():

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.records import begin, record, script_parser, write_records
+from experiments.kernels.problem import BF16
+from experiments.records import measure_each, record
 from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
@@ -23,7 +24,6 @@ from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
 
-BF16 = torch.bfloat16
 SWIGLU = ExpertSpec()
 
 
@@ -232,19 +232,16 @@ def records(layer: Layer, routing: str, case: Case, speeds: dict[str, float]) ->
     ]
 
 
-def main() -> None:
-    args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
-    begin(args.trial)
+def measure(layer: Layer) -> Iterator[dict]:
     copy = device_copy()
     print(f"copy {copy:.0f} GB/s\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
-    for layer in LAYERS:
-        for routing, case in cases(layer):
-            value = gb_per_s(case.bytes, case.run)
-            title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
-            print(f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}", flush=True)
-            speeds = {"ours": value, "copy": copy, "copy of as many bytes": device_copy(case.bytes)}
-            write_records(args.out, records(layer, routing, case, speeds))
+    for routing, case in cases(layer):
+        value = gb_per_s(case.bytes, case.run)
+        title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
+        print(f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}", flush=True)
+        speeds = {"ours": value, "copy": copy, "copy of as many bytes": device_copy(case.bytes)}
+        yield from records(layer, routing, case, speeds)
 
 
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "layer", LAYERS, lambda layer: [*measure(layer)])

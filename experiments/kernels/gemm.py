@@ -3,16 +3,14 @@
     python -m experiments.kernels.gemm [--deepgemm DIR] --out experiments/kernels/results.json
 
 A figure is TFLOP/s of the median time, back to back (where power limits the clocks), after idling, and after idling
-while another kernel occupies 16 SMs, as communication does. PyTorch's GEMMs then also run with PyTorch's SM carveout of
-16, and the faster of both counts. All runs start with a cold L2. Groups have 0.7 to 1.3 times
+while another kernel occupies 16 SMs, as communication does. All runs start with a cold L2. Groups have 0.7 to 1.3 times
 the average number of rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
 * ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; forwards only, whose work is equal.
-  Not with busy SMs: its kernels are compiled for all of them.
 
-Records are written after each GEMM.
+References launch for all SMs, so the table leaves out their figures with busy ones.
 """
 
 import functools
@@ -23,17 +21,17 @@ import torch
 from torch import Tensor
 
 from experiments.kernels import deepgemm
+from experiments.kernels.problem import BF16
 from experiments.records import begin, other_torch, script_parser, within, write_records
-from experiments.timing import BUSY_SMS, WITH_BUSY_SMS, group_ends, median_ms, show, state_records
+from experiments.timing import group_ends, median_ms, show, state_records, tflops
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 
-BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
     ("671B, 8 ranks", 32768, 32, 7168, 2048),
     ("16B, 1 rank", 98304, 64, 2048, 1408),
 ]
-CARVED_OUT, CARVEOUT = ("bf16", "torchao rowwise"), ", carveout"
+PEERS = "bf16", "torchao rowwise"
 FP32, UNIT = "ours, fp32 out", "TFLOP/s"
 Candidates = dict[str, Callable[[], Tensor]]
 
@@ -73,44 +71,17 @@ def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Candidates:
     }
 
 
-def carved_out(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same on all but ``BUSY_SMS`` of the SMs, for PyTorch's own GEMMs."""
-
-    def with_carveout() -> Tensor:
-        torch._C._set_sm_carveout_experimental(BUSY_SMS)
-        try:
-            return run()
-        finally:
-            torch._C._set_sm_carveout_experimental(None)
-
-    return with_carveout
-
-
-def fastest(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """``times`` with each peer's faster one with busy SMs, of those with and without a carveout."""
-    return {
-        state: {
-            name: min(ms, by_name.get(name + CARVEOUT, ms)) if state == WITH_BUSY_SMS else ms
-            for name, ms in by_name.items()
-            if not name.endswith(CARVEOUT) and (name, state) != ("deepgemm", WITH_BUSY_SMS)
-        }
-        for state, by_name in times.items()
-    }
-
-
 def measure(case: tuple) -> list[dict]:
     """The records of one of :func:`cases`."""
     layer, M, E, title, make, N, K = case
     offsets_E = group_ends(M, E)
     candidates = make(M, N, K, offsets_E)
-    candidates |= {name + CARVEOUT: carved_out(candidates[name]) for name in CARVED_OUT}
-    times = fastest(median_ms(candidates, busy_sms=True))
-    speeds = {state: {who: 2e-9 * M * N * K / ms for who, ms in of.items()} for state, of in times.items()}
+    speeds = tflops(median_ms(candidates, busy_sms=True), M * N * K)
     shape = ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
     show(shape, speeds, UNIT)
     if make is not wgrad_gemm:
-        return state_records("grouped_mm", shape, speeds, "ours", (*CARVED_OUT, "deepgemm"), UNIT)
-    found = state_records("grouped_mm_wgrad", shape, speeds, "ours", CARVED_OUT, UNIT)
+        return state_records("grouped_mm", shape, speeds, "ours", (*PEERS, "deepgemm"), UNIT)
+    found = state_records("grouped_mm_wgrad", shape, speeds, "ours", PEERS, UNIT)
     return found + state_records("grouped_mm_wgrad_fp32", shape, speeds, FP32, ("bf16",), UNIT)
 
 

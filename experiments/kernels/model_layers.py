@@ -1,7 +1,6 @@
 """MoE layers of models with other activations than SwiGLU's, as one of eight expert-parallel ranks has them.
 
-    python -m experiments.kernels.model_layers --out experiments/kernels/results.json [--only gpt-oss-120B]
-    python -m experiments.kernels.model_layers --out OUT.json --tiny    # also on a CPU: do they agree?
+    python -m experiments.kernels.model_layers --out experiments/kernels/results.json
 
 All candidates get the same tokens, routing, scores and bf16 weights, return all gradients but the routing's, and are
 one graph each, ``torch.compile(fullgraph=True)``. Shared experts and their gate are inside, the router is not. Ours
@@ -17,11 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from experiments.kernels.sonicmoe import BF16, UNIT, Sizes, Step
-from experiments.records import begin, script_parser, within, write_records
+from experiments.kernels.problem import BF16, UNIT, Inputs, Sizes, Step, compiled_step, leaf
+from experiments.records import measure_each
 from experiments.reference import largest_error
 from experiments.throughput.fused_bf16 import fused_experts
-from experiments.throughput.layer import compile_whole
 from experiments.timing import median_ms, show, state_records
 from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
@@ -54,42 +52,22 @@ MODELS = {
 }
 
 
-def tiny(model: Model) -> Model:
-    """The same experts at sizes for a CPU, no multiples of 128 either."""
-    return model._replace(sizes=Sizes(192, 176, 4, 2), tokens=256, shared=128 if model.shared else 0)
-
-
-class Problem:
+class Problem(Inputs):
     """Inputs and weights of a layer, and the candidates that compute it."""
 
-    def __init__(self, model: Model, device: str):
-        (D, H, E, K), spec = model.sizes, model.spec
-        self.model, self.device = model, device
-
-        def leaf(*shape: int, std: float = 1.0) -> Tensor:
-            return (torch.randn(shape, device=device) * std).to(BF16).requires_grad_()
-
-        self.x, self.dout = leaf(model.tokens, D), leaf(model.tokens, D).detach()
-        self.ids = torch.rand(model.tokens, E, device=device).topk(K, sorted=False).indices
-        self.scores = torch.rand(model.tokens, K, device=device).requires_grad_()
-        parts, S = spec.rows_per_unit, model.shared
+    def __init__(self, model: Model):
+        super().__init__(model.sizes, model.tokens)
+        (D, H, E, _), spec, S, self.model = model.sizes, model.spec, model.shared, model
+        parts = spec.rows_per_unit
         self.w13, self.w2 = leaf(E, parts * H, D, std=D**-0.5), leaf(E, D, H, std=H**-0.5)
         self.b13, self.b2 = (leaf(E, parts * H), leaf(E, D)) if spec.biased else (None, None)
         self.s13, self.s2 = (leaf(parts * S, D, std=D**-0.5), leaf(D, S, std=S**-0.5)) if S else (None, None)
         self.gate = leaf(D, std=D**-0.5) if model.shared_gate else None
-        self.around = [t for t in (self.x, self.scores, self.s13, self.s2, self.gate) if t is not None]
-        self.weights = [t for t in (self.w2, self.b13, self.b2, self.w13) if t is not None]
+        leaves = self.scores, self.s13, self.s2, self.gate, self.w2, self.b13, self.b2, self.w13
+        self.leaves = [t for t in leaves if t is not None]
 
     def step(self, layer: Callable[[Tensor], Tensor]) -> Step:
-        """The output, and all gradients."""
-        torch._dynamo.reset()
-        call, leaves = compile_whole(layer), self.around + self.weights
-
-        def step() -> list[Tensor]:
-            out = call(self.x)
-            return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
-
-        return step
+        return compiled_step(layer, self.x, self.leaves, self.dout)
 
     def ours(self, spec: ExpertSpec) -> Step:
         names = ACTIVATIONS[spec.activation].parameters
@@ -127,32 +105,18 @@ class Problem:
         return self.step(layer)
 
 
-def candidates(problem: Problem) -> dict[str, Step]:
-    spec = problem.model.spec
+def measure(name: str) -> list[dict]:
+    model = MODELS[name]
+    problem, spec = Problem(model), model.spec
     steps = {OURS: problem.ours(spec), FUSED: problem.fused()}
     if spec.activation == "clamped_swiglu":
         steps[SWIGLU] = problem.ours(spec._replace(activation="swiglu", parameters=()))
-    return steps
-
-
-def main() -> None:
-    parser = script_parser(__doc__, out="add the records to this JSON file", budget="model")
-    parser.add_argument("--only", nargs="+", default=[*MODELS], choices=MODELS)
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
-    args = parser.parse_args()
-    if not args.tiny:
-        begin(args.trial)
-    torch.manual_seed(0)
-    for name in within(args.budget, args.only):
-        model = tiny(MODELS[name]) if args.tiny else MODELS[name]
-        steps = candidates(Problem(model, "cuda" if torch.cuda.is_available() else "cpu"))
-        apart = largest_error(steps[OURS](), steps[FUSED]())
-        shape = f"{name}, {model.tokens} tokens, {model.tokens * model.sizes.K // model.sizes.E} rows per expert"
-        times = median_ms(steps)
-        show(f"{shape}, {apart:.3f} apart", times)
-        write_records(args.out, state_records(f"layer_{name}", shape, times, OURS, [FUSED, SWIGLU], UNIT))
-        del steps
+    apart = largest_error(steps[OURS](), steps[FUSED]())
+    shape = f"{name}, {model.sizes.rows(model.tokens)}"
+    times = median_ms(steps)
+    show(f"{shape}, {apart:.3f} apart", times)
+    return state_records(f"layer_{name}", shape, times, OURS, [FUSED, SWIGLU], UNIT)
 
 
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "model", MODELS, measure)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from experiments.kernels.sonicmoe import BF16
-from experiments.records import begin, record, script_parser, within, write_records
-from experiments.timing import median_ms, show, state_records
+from experiments.kernels.problem import BF16
+from experiments.records import measure_each, record
+from experiments.timing import median_ms, show, state_records, tflops
 from titan_fp8moe import ops, recipe
 
 SHAPES = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (32768, 4096, 7168), (8192, 16384, 16384)]
@@ -37,20 +37,18 @@ def products(M: int, N: int, K: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin(args.trial)
-    speeds = {state: {"copy": 2e-6 * COPY_BYTES / of["copy"]} for state, of in median_ms({"copy": copy()}).items()}
-    show("device copy", speeds, "GB/s")
-    found = [(f"{COPY_BYTES} bytes, {state}", of["copy"]) for state, of in speeds.items()]
-    write_records(args.out, [record("peak copy", shape, "GB/s", speed, "", None) for shape, speed in found])
-    for M, N, K in within(args.budget, SHAPES):
-        times = median_ms(products(M, N, K))
-        speeds = {state: {who: 2e-9 * M * N * K / ms for who, ms in of.items()} for state, of in times.items()}
-        show(f"M {M}, N {N}, K {K}", speeds, "TFLOP/s")
-        found = state_records("peak product", f"M {M}, N {N}, K {K}", speeds, "ours", PEERS, "TFLOP/s")
-        write_records(args.out, found)
+def measure(shape: tuple[int, int, int] | None) -> list[dict]:
+    """Records of a product, or of the copy."""
+    if shape is None:
+        speeds = {state: {"copy": 2e-6 * COPY_BYTES / of["copy"]} for state, of in median_ms({"copy": copy()}).items()}
+        show("device copy", speeds, "GB/s")
+        found = [(f"{COPY_BYTES} bytes, {state}", of["copy"]) for state, of in speeds.items()]
+        return [record("peak copy", shape, "GB/s", speed, "", None) for shape, speed in found]
+    (M, N, K), title = shape, "M {}, N {}, K {}".format(*shape)
+    speeds = tflops(median_ms(products(M, N, K)), M * N * K)
+    show(title, speeds, "TFLOP/s")
+    return state_records("peak product", title, speeds, "ours", PEERS, "TFLOP/s")
 
 
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "shape", (None, *SHAPES), measure)

@@ -10,9 +10,10 @@ expert has about the same number of rows.
 """
 
 import torch
+from torch import Tensor
 
-from experiments.kernels.sonicmoe import CACHED, OURS, UNIT, Problem, Sizes, Step, check
-from experiments.records import begin, script_parser, within, write_records
+from experiments.kernels.problem import BF16, UNIT, Problem, Sizes, Step, check, step_of
+from experiments.records import measure_each
 from experiments.throughput.fused_bf16 import fused_experts
 from experiments.timing import median_ms, show, state_records
 
@@ -27,7 +28,7 @@ SHAPES = {  # sizes, tokens
     "OLMoE": (Sizes(2048, 1024, 64, 8), 16384),
     "ERNIE-4.5-300B, 8 experts": (Sizes(8192, 3584, 8, 8), 6144),
 }
-FUSED = "bf16 fused"
+OURS, CACHED, FUSED = "ours, weights quantized", "ours", "bf16 fused"
 MICROBATCHES = 4
 ACCUMULATED = {  # by what is kept of the weights
     "both": "ours, 2 bytes kept for 4 microbatches",
@@ -39,16 +40,24 @@ def fused(problem: Problem) -> Step:
     torch._dynamo.reset()
     experts = torch.compile(fused_experts, fullgraph=True, dynamic=False)
     w13, w2 = problem.fused_weights()
-    leaves = [problem.x, problem.scores, w13, w2]
 
-    def step() -> list[torch.Tensor]:
-        out = experts(problem.x, w13, w2, problem.ids, problem.scores).to(problem.x.dtype)
-        return [out, *torch.autograd.grad(out, leaves, problem.dout)]
+    def layer(x: Tensor) -> Tensor:
+        return experts(x, w13, w2, problem.ids, problem.scores).to(BF16)
 
-    return step
+    return step_of(layer, problem.x, [problem.scores, w13, w2], problem.dout)
 
 
-def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
+def measure(case: tuple[str, tuple[Sizes, int]]) -> list[dict]:
+    name, (sizes, tokens) = case
+    problem = Problem(sizes, tokens)
+    steps = {CACHED: problem.ours("both"), OURS: problem.ours(), FUSED: fused(problem)}
+    steps |= {name: problem.ours(kept, MICROBATCHES) for kept, name in ACCUMULATED.items()}
+    apart = check(steps[OURS], steps[FUSED])
+    shape = f"{name}, {sizes.rows(tokens)}"
+    times = median_ms(steps)
+    for ms in times.values():
+        ms.update({name: ms[name] / MICROBATCHES for name in ACCUMULATED.values()})
+    show(f"{shape}, {apart:.3f} apart", times)
     found = state_records("routed_vs_fused_bf16", shape, times, OURS, [FUSED], UNIT, weights_cached=CACHED)
     for candidate in ACCUMULATED.values():
         name = f"routed_vs_fused_bf16, {candidate.removeprefix('ours, ')}"
@@ -56,22 +65,5 @@ def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
     return found
 
 
-def main() -> None:
-    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin(args.trial)
-    for name, (sizes, tokens) in within(args.budget, SHAPES.items()):
-        problem = Problem(sizes, tokens)
-        steps = {CACHED: problem.ours("both"), OURS: problem.ours(), FUSED: fused(problem)}
-        steps |= {name: problem.ours(kept, MICROBATCHES) for kept, name in ACCUMULATED.items()}
-        apart = check(steps[OURS], steps[FUSED])
-        shape = f"{name}, {tokens} tokens, {tokens * sizes.K // sizes.E} rows per expert"
-        times = median_ms(steps)
-        for ms in times.values():
-            ms.update({name: ms[name] / MICROBATCHES for name in ACCUMULATED.values()})
-        show(f"{shape}, {apart:.3f} apart", times)
-        write_records(args.out, records(shape, times))
-        del problem, steps
-
-
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "shape", SHAPES.items(), measure)

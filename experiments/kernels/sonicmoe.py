@@ -14,32 +14,17 @@ With an empty cache its autotuner compiles 80 GEMMs first: ten minutes and more 
 """
 
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from experiments.records import begin, script_parser, within, write_records
-from experiments.reference import largest_error
+from experiments.kernels.problem import UNIT, Problem, Sizes, Step, check
+from experiments.records import measure_each
 from experiments.throughput.layer import MODELS
 from experiments.timing import median_ms, show, state_records
-from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 
-BF16 = torch.bfloat16
 SHAPES, TOKENS = ("16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"), (8192, 16384)
 OURS, CACHED, PEER, GENERAL = "ours, weights quantized", "ours", "sonicmoe", "sonicmoe, any routing"
-UNIT = "ms forward + backward"
-Step = Callable[[], list[Tensor]]
-
-
-class Sizes(NamedTuple):
-    """Model dim, hidden dim, experts, and experts of a token."""
-
-    D: int
-    H: int
-    E: int
-    K: int
 
 
 def sizes_of(model: str) -> Sizes:
@@ -47,41 +32,8 @@ def sizes_of(model: str) -> Sizes:
     return Sizes(layer.D, layer.H, layer.experts, layer.top_k)
 
 
-class Problem:
-    """Inputs of routed experts, and the candidates."""
-
-    def __init__(self, sizes: Sizes, tokens: int, device: str = "cuda"):
-        D, H, E, K = sizes
-        self.sizes, self.experts = sizes, RoutedExperts(E, D, H, device=device, dtype=BF16)
-        self.x = torch.randn(tokens, D, device=device, dtype=BF16).requires_grad_()
-        self.dout = torch.randn_like(self.x)
-        self.ids = torch.rand(tokens, E, device=device).topk(K, sorted=False).indices
-        self.scores = torch.rand(tokens, K, device=device).requires_grad_()
-
-    def ours(self, kept: str = "", microbatches: int = 0) -> Step:
-        """A forward and backward, or so many behind a change of the weights. ``kept``: which of their layouts."""
-        config = Fp8FlowMoEConfig(cache_weights=bool(kept), cache_layouts=kept or "both")
-        D, H, E, _ = self.sizes
-        module = RoutedExperts(E, D, H, config=config, device="meta", dtype=BF16)
-        module.w1, module.w2, module.w3 = weights = [*self.experts.parameters()]
-        leaves = [self.x, self.scores, *weights]
-
-        def once() -> list[Tensor]:
-            out = module(self.x, self.ids, self.scores)
-            return [out, *torch.autograd.grad(out, leaves, self.dout)]
-
-        def step() -> list[Tensor]:
-            WeightCache.clear_all()
-            for _ in range(microbatches):
-                results = once()
-            return results
-
-        return step if microbatches else once
-
-    def fused_weights(self) -> list[Tensor]:
-        """w1 and w3 as one, and w2."""
-        w1, w2, w3 = (w.detach() for w in self.experts.parameters())
-        return [torch.cat((w1, w3), 1).requires_grad_(), w2.clone().requires_grad_()]
+class SonicMoE(Problem):
+    """A problem with the peer's two paths."""
 
     def sonicmoe(self) -> Step:
         """The path of ``moe_TC_softmax_topk_layer`` behind its router: every token has K experts, and rows of gate and
@@ -106,7 +58,7 @@ class Problem:
 
         return step
 
-    def sonicmoe_any_routing(self) -> Step:
+    def any_routing(self) -> Step:
         """The path for any routing, on weights with gate first."""
         from sonicmoe.enums import ActivationType
         from sonicmoe.functional import moe_general_routing_inputs
@@ -144,34 +96,21 @@ def gate_first(step: Step) -> Step:
     return reordered
 
 
-def check(ours: Step, theirs: Step) -> float:
-    """The largest relative difference of output, dx, dscores, dw2, dw1 and dw3, see :func:`largest_error`.
-
-    ``theirs`` returns dw1 and dw3 as one, before dw2.
-    """
-    out, dx, dscores, dw1, dw2, dw3 = ours()
-    *others, their_dw13, their_dw2 = theirs()
-    return largest_error((out, dx, dscores, dw2, dw1, dw3), (*others, their_dw2, *their_dw13.chunk(2, 1)))
-
-
-def main() -> None:
-    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin(args.trial)
-    for model, tokens in within(args.budget, itertools.product(SHAPES, TOKENS)):
-        sizes = sizes_of(model)
-        problem = Problem(sizes, tokens)
-        steps = {OURS: problem.ours(), CACHED: problem.ours("both")}
-        steps |= {PEER: problem.sonicmoe(), GENERAL: problem.sonicmoe_any_routing()}
-        shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
-        apart = max(check(steps[CACHED], theirs) for theirs in (gate_first(steps[PEER]), steps[GENERAL]))
-        times = median_ms(steps)
-        show(f"{shape}, {apart:.3f} apart", times)
-        for ms in times.values():
-            ms[PEER] = min(ms[PEER], ms[GENERAL])
-        found = state_records("routed_experts", shape, times, CACHED, [PEER], UNIT)
-        write_records(args.out, found + state_records("routed_experts_with_weights", shape, times, OURS, [PEER], UNIT))
-        del problem, steps
+def measure(case: tuple[str, int]) -> list[dict]:
+    model, tokens = case
+    sizes = sizes_of(model)
+    problem = SonicMoE(sizes, tokens)
+    steps = {OURS: problem.ours(), CACHED: problem.ours("both")}
+    steps |= {PEER: problem.sonicmoe(), GENERAL: problem.any_routing()}
+    shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
+    apart = max(check(steps[CACHED], theirs) for theirs in (gate_first(steps[PEER]), steps[GENERAL]))
+    times = median_ms(steps)
+    show(f"{shape}, {apart:.3f} apart", times)
+    for ms in times.values():
+        ms[PEER] = min(ms[PEER], ms[GENERAL])
+    found = state_records("routed_experts", shape, times, CACHED, [PEER], UNIT)
+    return found + state_records("routed_experts_with_weights", shape, times, OURS, [PEER], UNIT)
 
 
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "shape", itertools.product(SHAPES, TOKENS), measure)

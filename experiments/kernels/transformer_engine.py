@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.kernels.sonicmoe import BF16, UNIT, Problem, Step, check, sizes_of
-from experiments.records import begin, script_parser, within, write_records
+from experiments.kernels.problem import BF16, UNIT, Problem, Step, check
+from experiments.kernels.sonicmoe import sizes_of
+from experiments.records import measure_each
 from experiments.timing import BACK_TO_BACK, busy_ms, median_ms, show, state_records
 
 SHAPES = (("16B", 16384), ("16B", 6144), ("Qwen3-30B", 16384))
@@ -41,8 +42,7 @@ PEERS = {  # options of Layer
     "TransformerEngine, one weight": dict(native=True, one_weight=True),
 }
 NATIVE_WEIGHTS = 64  # so many the grouped GEMM takes
-MICROBATCHES, KEPT = 4, ", weights kept for 4 microbatches"
-GPU_BUSY = "GPU busy"
+MICROBATCHES, KEPT, GPU_BUSY = 4, ", weights kept for 4 microbatches", "GPU busy"
 
 
 class ScaledSwiGLU(torch.autograd.Function):
@@ -138,12 +138,17 @@ def candidates(problem: Problem) -> dict[str, Step]:
     return steps
 
 
-def records(shape: str, times: dict[str, dict[str, float]]) -> list[dict]:
-    """One for each peer, state and way with the weights. ``times`` has the milliseconds of each candidate's step by
-    state; those under ``GPU_BUSY`` become fields."""
-    found = []
-    for kept in ("", KEPT):
-        count = MICROBATCHES if kept else 1
+def measure(case: tuple[str, int]) -> list[dict]:
+    """A record for each peer, state and way with the weights. The times in which the GPU is busy become fields."""
+    model, tokens = case
+    require_grouped_gemm()
+    sizes = sizes_of(model)
+    steps = candidates(Problem(sizes, tokens))
+    times = median_ms(steps)
+    times[GPU_BUSY] = {name: busy_ms(steps[name]) for name in times[BACK_TO_BACK]}
+    shape, found = f"{model}, {sizes.E} experts per GPU, {tokens} tokens", []
+    show(f"{shape}, of a step", times)
+    for kept, count in {"": 1, KEPT: MICROBATCHES}.items():
         each = {
             state: {who: ms[who + kept] / count for who in (OURS, *PEERS) if who + kept in ms}
             for state, ms in times.items()
@@ -164,20 +169,5 @@ def require_grouped_gemm() -> None:
         sys.exit(f"error: cuBLASLt {get_cublasLt_version()} has no grouped GEMM for FP8 blocks; preload 13.6 or newer")
 
 
-def main() -> None:
-    args = script_parser(__doc__, out="add the records to this JSON file", budget="shape").parse_args()
-    begin(args.trial)
-    require_grouped_gemm()
-    for model, tokens in within(args.budget, SHAPES):
-        sizes = sizes_of(model)
-        steps = candidates(Problem(sizes, tokens))
-        times = median_ms(steps)
-        times[GPU_BUSY] = {name: busy_ms(steps[name]) for name in times[BACK_TO_BACK]}
-        shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
-        show(f"{shape}, of a step", times)
-        write_records(args.out, records(shape, times))
-        del steps
-
-
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "shape", SHAPES, measure)
