@@ -11,7 +11,7 @@
 # No part may take ten minutes. One that is done leaves outputs/run_all/PART.done; one that was cut off goes
 # on at the next call. Remove that folder to begin again. Logs lie next to it, records in experiments/*/results.json.
 # Parts named titan03 need torchtitan 0.3 in the environment, which excludes 0.2.2. The convergence study has a script
-# of its own, convergence/pairs.sh, and so has the search of the strongest bf16, throughput/search.py.
+# of its own, convergence/pairs.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

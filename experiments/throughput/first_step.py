@@ -38,7 +38,7 @@ def measure(variant: str, args, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as empty:
         caches = {name: f"{empty}/{folder}" for name, folder in CACHES.items()}
         launched = time.monotonic()
-        run = Run(variant, args, seed, f"{variant}_{seed}", caches=caches)
+        run = Run(variant, args, seed, caches)
         run.begin()
         try:
             result["error"] = run.wait(args.timeout, until=FIRST)

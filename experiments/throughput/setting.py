@@ -70,22 +70,6 @@ def converter(convert: Callable[[nn.Module], None]) -> Callable[[nn.Module], Non
     return convert
 
 
-class ReduceBf16(ModelConverter):
-    """Lets FSDP sum gradients in bf16, which torchtitan 0.2.2's settings do not."""
-
-    def __init__(self, job_config, parallel_dims):
-        job_config.training.mixed_precision_reduce = "bfloat16"
-
-    def convert(self, model: nn.Module) -> None:
-        pass
-
-    def post_optimizer_hook(self, model):
-        pass
-
-
-register_model_converter(ReduceBf16, "reduce_bf16")
-
-
 @converter
 def balanced_random(model: nn.Module) -> None:
     """Makes every router assign experts at random but balanced."""

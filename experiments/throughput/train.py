@@ -11,8 +11,7 @@ that it lacks, on the same hardware, versions, commit and number of steps.
 A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=fp8``, and ``checkpointing``:
 ``bf16_fused:checkpointing=saved``. That is torchtitan's per op unless it is ``saved`` (per op, and ``_grouped_mm`` kept
 too), ``none`` or ``full``. Experts are spread over all GPUs, or over ``ep`` of them: ``bf16_fused:ep=1``. Overrides of
-torchtitan's after ``--`` hold for every run; the records carry them in their shape. How much fits is
-:mod:`experiments.throughput.search`'s question.
+torchtitan's after ``--`` hold for every run; the records carry them in their shape.
 
 Dense models have no routing; their variants are ``bf16``, ``fp8_flow`` and torchao's float8:
 ``--model llama3_8b --layers 8 --variants bf16 float8_tensorwise float8_rowwise fp8_flow``. ``fp8_flow`` has FFNs in
@@ -67,8 +66,6 @@ CONVERTERS = {
     "bf16": [],
     "bf16_whole": ["whole_blocks"],  # its blocks compiled as one graph each
     "bf16_fused": ["fused_bf16", "whole_blocks"],
-    "bf16_reduced": ["reduce_bf16"],  # gradients are summed in bf16
-    "bf16_fused_reduced": ["reduce_bf16", "fused_bf16", "whole_blocks"],
     "torchao": ["torchao_rowwise"],
     "torchao_whole": ["torchao_rowwise", "whole_blocks"],
     "naive_blockwise": ["naive_blockwise"],  # a cast around each grouped GEMM
@@ -170,10 +167,10 @@ class Run:
     """One training run, from the moment its processes import Python modules. ``begin`` lets it use the GPUs."""
 
     def __init__(
-        self, variant: str, args: argparse.Namespace, seed: int, label: str,
-        extra: tuple[str, ...] = (), caches: Mapping[str, str] = MappingProxyType({}),
-    ):  # fmt: skip
-        self.variant, self.steps, self.seed, self.label = variant, args.steps, seed, re.sub(r"[^\w.-]", "_", label)
+        self, variant: str, args: argparse.Namespace, seed: int, caches: Mapping[str, str] = MappingProxyType({})
+    ):
+        self.variant, self.steps, self.seed = variant, args.steps, seed
+        self.label = re.sub(r"[^\w.-]", "_", f"{variant}_{seed}")
         self.log, self.gate, self.dump = (args.work / f"{self.label}{suffix}" for suffix in (".log", ".gate", ""))
         self.gate.unlink(missing_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
@@ -184,7 +181,7 @@ class Run:
             flags = [f"--dump_folder={self.dump}", *overrides_03(variant, args, seed)]
         env = {GATE: str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
-            [*launcher, *flags, *extra],
+            [*launcher, *flags],
             env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"} | dict(caches),
             stdout=self.log.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -216,10 +213,10 @@ class Run:
         self.gate.unlink(missing_ok=True)
         shutil.rmtree(self.dump, ignore_errors=True)
 
-    def result(self, error: str | None, warm: int = STEADY) -> dict:
-        """Figures of the steps after the first ``warm``: the speed is all their tokens over all their time."""
+    def result(self, error: str | None) -> dict:
+        """Figures of the steps after the first ``STEADY``: the speed is all their tokens over all their time."""
         rows = [match.groups() for match in map(STEP.search, self.log.read_text().splitlines()) if match]
-        steady = [row for row in rows if int(row[0]) > warm]
+        steady = [row for row in rows if int(row[0]) > STEADY]
         tokens = [int(row[4].replace(",", "")) for row in steady]
         losses = {row[0]: float(row[1]) for row in rows}
         broken = [f"the loss is {loss} at step {step}" for step, loss in losses.items() if not math.isfinite(loss)]
@@ -241,7 +238,7 @@ def in_turn(todo: list[tuple[str, int]], args: argparse.Namespace) -> Iterator[d
     try:
         for index in range(len(todo)):
             for variant, seed in todo[index : index + 2][len(waiting) :]:
-                waiting.append(Run(variant, args, seed, f"{variant}_{seed}"))
+                waiting.append(Run(variant, args, seed))
             run = waiting[0]
             run.begin()
             result = run.result(run.wait(min(args.timeout, deadline - time.monotonic())))
