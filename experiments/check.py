@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,8 @@ class Key(list):
 
     def __init__(self, records: list[Record], **fields: str):
         """The newest run of each name and shape, of the records whose ``fields`` match these patterns."""
-        newest: dict[tuple[str, str], tuple[str, ...]] = {}
         found = [r for r in records if all(fnmatchcase(r.get(field, ""), pattern) for field, pattern in fields.items())]
-        for r in found:
-            if run(r)[0] >= newest.get(place(r), ("",))[0]:  # of one date, what was written last
-                newest[place(r)] = run(r)
-        super().__init__(r for r in found if run(r) == newest[place(r)])
+        super().__init__(newest(found))
         if not self:
             raise LookupError(f"no record has {fields}")
 
@@ -76,6 +73,15 @@ class Key(list):
 
 def place(record: Record) -> tuple[str, str]:
     return record["name"], record["shape"]
+
+
+def newest(records: list[Record], of: Callable[[Record], Any] = place) -> list[Record]:
+    """The records of the newest run of each name and shape; of one date, the run that was written last."""
+    last: dict[Any, tuple[str, ...]] = {}
+    for r in records:
+        if r["date"] >= last.get(of(r), ("",))[0]:
+            last[of(r)] = run(r)
+    return [r for r in records if run(r) == last[of(r)]]
 
 
 def run(record: Record) -> tuple[str, ...]:

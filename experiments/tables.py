@@ -4,20 +4,20 @@
     python -m experiments.tables --check    # fails if a table or another figure is not what its source says
     python -m experiments.tables --prune    # drops the records that no page cites
 
-On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table; NAME is a function of ``TABLES``. Below
-it are hardware, dates, commits and commands of its records. What was not measured is an empty cell or no row.
-:mod:`experiments.check` says where the figures in the text come from.
+On a page ``<!-- table: NAME -->`` and ``<!-- end -->`` stand around each table, whose rows a function that is marked
+:func:`table` yields. Below it are hardware, dates, commits and commands of its records. What was not measured is an
+empty cell or no row. :mod:`experiments.check` says where the figures in the text come from.
 """
 
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments import check
+from experiments.check import Record, newest, place
 from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
@@ -35,13 +35,13 @@ PEERS = {  # titles of columns, and the references of which each shows the best
     "torchao FP8 experts": ("torchao", "torchao_whole"),
     "FP8, a cast around each GEMM": ("naive_blockwise", "naive_whole"),
 }
-BF16 = [*PEERS.values()][:3]
+BF16 = [*PEERS][:3]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
-Record = dict
 Found = dict[str, Record]
 """Records of one name and shape, by reference."""
+Rows = Iterator[list[str]]
 
 
 class Records:
@@ -54,10 +54,8 @@ class Records:
     def of(self, name: str, shape: str, hardware: str = "", commit: str = "") -> Found:
         """Records of the newest run by reference, on that ``hardware`` and of that ``commit`` if they are given: others
         met another machine or another state."""
-        found = [r for r in self.all if r["name"] == name and r["shape"] == shape and hardware in r["hardware"]]
-        found = [r for r in found if commit in r["commit"]]
-        newest = max(reversed(found), key=lambda r: r["date"], default=None)  # of one date, what was written last
-        found = [r for r in found if all(r[key] == newest[key] for key in ("date", "commit", "hardware"))]
+        named = [r for r in self.all if place(r) == (name, shape)]
+        found = newest([r for r in named if hardware in r["hardware"] and commit in r["commit"]])
         self.used += found
         return {r["reference"]: r for r in found}
 
@@ -68,24 +66,31 @@ class Records:
     def runs(self, name: str, shape: str) -> list[Found]:
         """:meth:`of` each card, split by invocation: the runs of one took turns on one machine."""
         found: dict[tuple[str, str], Found] = {}
-        for gpu in dict.fromkeys(r["hardware"] for r in self.all if (r["name"], r["shape"]) == (name, shape)):
+        for gpu in dict.fromkeys(r["hardware"] for r in self.all if place(r) == (name, shape)):
             for reference, r in self.of(name, shape, hardware=gpu).items():
                 found.setdefault((gpu, r["command"]), {})[reference] = r
         return [*found.values()]
 
-    def shapes(self, name: str, *references: str) -> list[str]:
-        """Shapes of that name's records, each once; with ``references``, of those that were compared with one."""
-        found = [r for r in self.all if r["name"] == name and (not references or r["reference"] in references)]
-        return list(dict.fromkeys(r["shape"] for r in found))
+    def named(self, pattern: str, *references: str) -> list[tuple[str, str]]:
+        """Each name that matches and each of its shapes; with ``references``, of those that were compared with one."""
+        found = [r for r in self.all if re.fullmatch(pattern, r["name"])]
+        names = list(dict.fromkeys(r["name"] for r in found))
+        places = dict.fromkeys(place(r) for r in found if not references or r["reference"] in references)
+        return sorted(places, key=lambda of: names.index(of[0]))
 
-    def names(self, pattern: str) -> list[str]:
-        return list(dict.fromkeys(r["name"] for r in self.all if re.fullmatch(pattern, r["name"])))
 
-    def named(self, pattern: str, *references: str) -> Iterator[tuple[str, str]]:
-        """Each name and shape."""
-        for name in self.names(pattern):
-            for shape in self.shapes(name, *references):
-                yield name, shape
+TABLES: dict[str, Callable[[Records], str]] = {}
+
+
+def table(*head: str, name: str = "", **options: Any) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
+    """Adds to :data:`TABLES`, under its name or ``name``, a function that yields a table's rows, the first
+    one of a table without ``head`` included."""
+
+    def register(rows: Callable[..., Rows]) -> Callable[..., Rows]:
+        TABLES[name or rows.__name__] = lambda records: markdown(*[head] * bool(head), *rows(records, **options))
+        return rows
+
+    return register
 
 
 def read() -> Records:
@@ -108,11 +113,15 @@ def first(found: Found) -> Record:
     return next(iter(found.values()))
 
 
+def ratio(record: Record, digits: int = 2) -> str:
+    return f"{record['speedup']:.{digits}f}x"
+
+
 def ours(found: Found, *references: str) -> str:
     """Our figure, and the speedups over the references that were measured; bold is the smallest, over the strongest."""
-    given = [found[reference]["speedup"] for reference in references if reference in found]
-    marks = ["**" if speedup == min(given) else "" for speedup in given]
-    shown = ", ".join(f"{mark}{speedup:.2f}x{mark}" for mark, speedup in zip(marks, given, strict=True))
+    given = [found[reference] for reference in references if reference in found]
+    least = min((r["speedup"] for r in given), default=None)
+    shown = joined(*(f"**{ratio(r)}**" if r["speedup"] == least else ratio(r) for r in given))
     return (number(first(found)["value"]) if found else "") + (f" ({shown})" if given else "")
 
 
@@ -163,11 +172,11 @@ class Pair(NamedTuple):
 
     def over_strongest(self, references: Iterable[str]) -> list[str]:
         """Our speed and its ratio over the strongest reference, and what both reserve."""
-        (peer,) = strongest(self.speed, references) or [""]
-        return [ours(self.speed, *[peer] * bool(peer)), cell(self.memory, peer), ours(self.memory)]
+        peers = strongest(self.speed, references)
+        return [ours(self.speed, *peers), cell(self.memory, *peers or [""]), ours(self.memory)]
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> str:
+def markdown(head: list[str], *rows: list[str]) -> str:
     """A Markdown table without the columns in which nothing was measured."""
     used = [i for i in range(len(head)) if not rows or any(row[i] for row in rows)]
     lines = ([row[i] for i in used] for row in (head, ["---"] * len(head), *rows))
@@ -201,21 +210,6 @@ def source(used: list[Record]) -> str:
 _MS, _QUANTIZED = "ms, forward and backward", "with quantizing the weights"
 _OURS = "titan_fp8moe"
 _OURS_AND_MEMORY = (_OURS, "GiB, strongest", "GiB, ours")
-_BF16_LAYERS = ("torchtitan's bf16", "bf16, one graph", "bf16, fused")
-
-
-def by_state(records: Records, *patterns: str) -> Iterator[tuple[str, str, Callable[..., str]]]:
-    """Yields each record's name, its shape without the state, and a function ``show(text, *args)``, which joins the
-    texts of so many ``states``. ``of`` names other records of the shape."""
-    for name in (name for pattern in patterns for name in records.names(pattern)):
-        for shape in (shape for shape in records.shapes(name) if shape.endswith(f", {BACK_TO_BACK}")):
-            base = shape.removesuffix(f", {BACK_TO_BACK}")
-
-            def show(text: Callable[..., str], *args: str, of: str = name, base: str = base, states: int = 1) -> str:
-                found = [records.of(of, f"{base}, {state}") for state in STATES[:states]]
-                return " / ".join(text(each, *args) if each else "" for each in found).rstrip(" /")
-
-            yield name, base, show
 
 
 def field(found: Found, key: str) -> str:
@@ -244,81 +238,80 @@ def with_gpu_busy(text: Callable[..., str]) -> Callable[..., str]:
 _TE = [f"TransformerEngine{way}" for way in ("", ", native", ", one weight")]
 _FUSED, _KEPT = "bf16 fused", ", {} kept for 4 microbatches"
 _PRODUCTS = "bf16, three grouped_mm", "ours, three grouped_mm"
-STATED = {  # the names of records, the first column, and the others: what a name ends in, and arguments of ``show``
+# The names of records, the first column, and the others: of how many states, what a name ends in, a cell's text and the
+# text's arguments. Peers of GEMMs launch for all SMs, so they have no figure with busy ones.
+STATED = {
     "sonicmoe": (
         "routed_experts", _MS,
-        {"SonicMoE, bf16": ("", cell, "sonicmoe"), _OURS: ("", ours, "sonicmoe"),
-         _QUANTIZED: ("_with_weights", ours, "sonicmoe")},
+        {"SonicMoE, bf16": (1, "", cell, "sonicmoe"), _OURS: (1, "", ours, "sonicmoe"),
+         _QUANTIZED: (1, "_with_weights", ours, "sonicmoe")},
     ),
     "transformer_engine": (
         "routed_experts_te.*", f"{_MS}, {BACK_TO_BACK} / GPU busy",
-        {peer: ("", with_gpu_busy(cell), peer) for peer in _TE} | {_OURS: ("", with_gpu_busy(ours), *_TE)},
+        {peer: (1, "", with_gpu_busy(cell), peer) for peer in _TE} | {_OURS: (1, "", with_gpu_busy(ours), *_TE)},
     ),
     "routed_vs_fused_bf16": (
         "routed_vs_fused_bf16", _MS,
-        {"bf16, fused": ("", cell, _FUSED), _OURS: ("", ours, _FUSED),
-         "quantized once for four microbatches, 1 byte a parameter kept": (_KEPT.format("1 byte"), ours, _FUSED),
-         "the same, 2 bytes": (_KEPT.format("2 bytes"), ours, _FUSED),
-         "without quantizing": ("", field, "weights_cached")},
+        {"bf16, fused": (1, "", cell, _FUSED), _OURS: (1, "", ours, _FUSED),
+         "quantized once for four microbatches, 1 byte a parameter kept": (1, _KEPT.format("1 byte"), ours, _FUSED),
+         "the same, 2 bytes": (1, _KEPT.format("2 bytes"), ours, _FUSED),
+         "without quantizing": (1, "", field, "weights_cached")},
     ),
     "model_layers": (
         "layer_.*", _MS,
-        {"bf16, fused": ("", cell, _FUSED), _OURS: ("", ours, _FUSED),
-         "the same with SwiGLU": ("", cell, "ours with SwiGLU")},
+        {"bf16, fused": (1, "", cell, _FUSED), _OURS: (1, "", ours, _FUSED),
+         "the same with SwiGLU": (1, "", cell, "ours with SwiGLU")},
     ),
     "grouped_ffn": (
         "grouped_ffn", _MS,
-        {"bf16, three `_grouped_mm`": ("", cell, _PRODUCTS[0]), "three `grouped_mm`": ("", cell, _PRODUCTS[1]),
-         _OURS: ("", ours, *_PRODUCTS), "of which moves": ("", field, "moves")},
+        {"bf16, three `_grouped_mm`": (1, "", cell, _PRODUCTS[0]), "three `grouped_mm`": (1, "", cell, _PRODUCTS[1]),
+         _OURS: (1, "", ours, *_PRODUCTS), "of which moves": (1, "", field, "moves")},
+    ),
+    "gemms": (
+        "grouped_mm(_wgrad)?", f"TFLOP/s {' / '.join(STATES)}",
+        {_OURS: (3, "", tflops), "bf16 `_grouped_mm`": (2, "", tflops, "bf16"),
+         "rowwise `_scaled_grouped_mm`": (2, "", tflops, "torchao rowwise"), "DeepGEMM": (2, "", tflops, "deepgemm"),
+         "ours to fp32": (3, "_fp32", tflops)},
     ),
 }  # fmt: skip
 
 
-def stated(records: Records, names: str, head: str, columns: dict[str, tuple[Any, ...]]) -> str:
-    """A table of :data:`STATED`."""
-    rows = []
-    for name, base, show in by_state(records, names):
-        cells = (show(text, *args, of=name + end) for end, text, *args in columns.values())
-        rows.append([joined(layer(base), name.partition(", ")[2]), *cells])
-    return markdown([head, *columns], rows)
+def stated(records: Records, pattern: str, columns: dict[str, tuple[Any, ...]]) -> Rows:
+    """Rows of a table of :data:`STATED`."""
+    for name, shape in records.named(pattern):
+        base, _, state = shape.rpartition(", ")
+        if state == BACK_TO_BACK:
+            cells = []
+            for states, end, text, *args in columns.values():
+                found = [records.of(name + end, f"{base}, {state}") for state in STATES[:states]]
+                cells.append(" / ".join(text(each, *args) if each else "" for each in found).rstrip(" /"))
+            yield [joined(layer(base), name.partition(", ")[2]), *cells]
 
 
-def dense_linears(records: Records) -> str:
+for _name, (_pattern, _head, _columns) in STATED.items():
+    table(_head, *_columns, name=_name, pattern=_pattern, columns=_columns)(stated)
+
+
+@table("dense FFN", "", "bf16, ms", "titan_fp8moe, ms", "ratio", "roofline", "of it")
+def dense_linears(records: Records) -> Rows:
     """Linears of dense FFNs and whole FFNs against bf16; of linears also the ratio that a roofline allows."""
-    rows = []
     for name, shape in records.named("dense_(linears|ffn).*"):
         found = first(records.of(name, shape))
         bound = found.get("roofline")
         limits = [f"{bound:.2f}x", f"{found['of_roofline']:.0%}"] if bound else ["", ""]
-        ratio = f"**{found['speedup']:.2f}x**"
         what = name.replace("dense_linears", "linears").replace("dense_ffn", "FFN")
-        rows.append([shape, what, number(found["reference_value"]), number(found["value"]), ratio, *limits])
-    return markdown(["dense FFN", "", "bf16, ms", "titan_fp8moe, ms", "ratio", "roofline", "of it"], rows)
+        yield [shape, what, number(found["reference_value"]), number(found["value"]), f"**{ratio(found)}**", *limits]
 
 
-def peaks(records: Records) -> str:
+@table("", "shape", "GB/s of a copy, TFLOP/s of ours", "cuBLAS bf16", "cuBLAS FP8 per tensor")
+def peaks(records: Records) -> Rows:
     """What the GPU reaches: a copy in GB/s, products in TFLOP/s."""
-    rows = []
     for name, shape in records.named("peak (copy|product)"):
         found = records.of(name, shape)
-        peers = [cell(found, peer) if name == "peak product" else "" for peer in ("bf16", "fp8 per tensor")]
-        rows.append([name.removeprefix("peak "), shape, number(first(found)["value"]), *peers])
-    return markdown(["", "shape", "GB/s of a copy, TFLOP/s of ours", "cuBLAS bf16", "cuBLAS FP8 per tensor"], rows)
-
-
-def gemms(records: Records) -> str:
-    """TFLOP/s by state of the GPU. Peers launch for all SMs, so they have no figure with busy ones."""
-    references, rows = ("bf16", "torchao rowwise", "deepgemm"), []
-    for name, base, show in by_state(records, "grouped_mm", "grouped_mm_wgrad"):
-        fp32 = show(tflops, of=f"{name}_fp32", states=3) if name.endswith("wgrad") else ""
-        peers = (show(tflops, reference, states=2) for reference in references)
-        rows.append([base, show(tflops, states=3), *peers, fp32])
-    head = [f"TFLOP/s {' / '.join(STATES)}", _OURS, "bf16 `_grouped_mm`", "rowwise `_scaled_grouped_mm`", "DeepGEMM"]
-    return markdown([*head, "ours to fp32"], rows)
+        yield [name.removeprefix("peak "), shape, ours(found), cell(found, "bf16"), cell(found, "fp8 per tensor")]
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
-
 
 SHORT = {
     ", 1 GPU": "",
@@ -338,28 +331,25 @@ def setting(shape: str, *left_out: str) -> str:
 
 OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.mode=full")
 """Shapes that were not measured beside fused bf16."""
-
-
 _STRONGEST = "bf16_fused:checkpointing=saved,ep=1"
 
 
-def training(records: Records) -> str:
+@table("tokens/s per GPU", "GPU", *PEERS, *_OURS_AND_MEMORY, "spread")
+def training(records: Records) -> Rows:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
-    rows = []
-    for name in records.names(r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"):
-        for shape in records.shapes(name, "bf16", _STRONGEST):
-            if OTHER_SETTINGS.search(shape):
-                continue
-            memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
-            for speed in records.runs(name, shape):
-                if not speed.keys() & {"bf16", "torchao", "torchao_whole", _STRONGEST}:
-                    continue  # other checkpointing, which has a table of its own
-                run = Pair(speed, memories.get(first(speed)["command"], {}))
-                peers = [best(speed, names) for names in PEERS.values()]
-                cells = [f"{cell(speed, peer)} {option(peer)}".strip() for peer in peers]
-                title = joined(setting(shape), name.partition(" ")[2])
-                rows.append([title, card(first(speed)), *cells, *run.over_strongest(peers), spread(speed)])
-    return markdown(["tokens/s per GPU", "GPU", *PEERS, *_OURS_AND_MEMORY, "spread"], rows)
+    pattern = r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"
+    for name, shape in records.named(pattern, "bf16", _STRONGEST):
+        if OTHER_SETTINGS.search(shape):
+            continue
+        memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
+        for speed in records.runs(name, shape):
+            if not speed.keys() & {"bf16", "torchao", "torchao_whole", _STRONGEST}:
+                continue  # other checkpointing, which has a table of its own
+            run = Pair(speed, memories.get(first(speed)["command"], {}))
+            peers = [best(speed, names) for names in PEERS.values()]
+            cells = [f"{cell(speed, peer)} {option(peer)}".strip() for peer in peers]
+            title = joined(setting(shape), name.partition(" ")[2])
+            yield [title, card(first(speed)), *cells, *run.over_strongest(peers), spread(speed)]
 
 
 TITAN03 = {
@@ -371,41 +361,39 @@ TITAN03 = {
 }
 
 
-def titan03(records: Records) -> str:
-    """Training under torchtitan 0.3, one row for each setting, options of ours, card and commit."""
-    rows = []
-    for name, shape in records.named(r"train_\S+_titan03( \S+=\S+)*"):
-        same = [r for r in records.all if (r["name"], r["shape"]) == (name, shape)]
+@table("tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY)
+def titan03(records: Records) -> Rows:
+    """Training under torchtitan 0.3, one row for each setting, options of ours, card and commit; several GPUs last."""
+    places = records.named(r"train_\S+_titan03( \S+=\S+)*")
+    for name, shape in sorted(places, key=lambda of: "GPUs" in of[1]):
+        same = [r for r in records.all if place(r) == (name, shape)]
         for gpu, commit in dict.fromkeys((card(r), r["commit"]) for r in same):
             found = records.pair(name, shape, hardware=gpu, commit=commit)
             title = joined(setting(shape, ", flex", ", forced routing"), *name.split()[1:])
             cells = [cell(found.speed, peer) for peer in TITAN03]
-            rows.append([title, gpu, *cells, *found.over_strongest(TITAN03)])
-    rows.sort(key=lambda row: "GPUs" in row[0])
-    return markdown(["tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY], rows)
+            yield [title, gpu, *cells, *found.over_strongest(TITAN03)]
 
 
-def dense(records: Records) -> str:
+DENSE = "bf16", "float8_tensorwise", "float8_rowwise"
+
+
+@table("tokens/s, GiB reserved", "FP8", *(name.replace("_", " ") for name in DENSE), *_OURS_AND_MEMORY, "spread")
+def dense(records: Records) -> Rows:
     """Tokens/s and GiB of dense models, a row for the modules that are FP8."""
-    rows, peers = [], {"bf16": "bf16", "float8_tensorwise": "float8 tensorwise", "float8_rowwise": "float8 rowwise"}
     for name, shape in records.named(r"train_llama3_\w+( linear_fqns=\S+)?"):
         run = records.pair(name, shape)
         fp8 = "FFNs and linears of attention" if "linear_fqns" in name else "FFNs"
         title = setting(shape, ", activation_checkpoint.mode=none")
-        rows.append([title, fp8, *(run.cell(peer) for peer in peers), *run.over_strongest(peers), spread(run.speed)])
-    return markdown(["tokens/s, GiB reserved", "FP8", *peers.values(), *_OURS_AND_MEMORY, "spread"], rows)
+        yield [title, fp8, *(run.cell(peer) for peer in DENSE), *run.over_strongest(DENSE), spread(run.speed)]
 
 
-def first_steps(records: Records) -> str:
+@table("s", *(f"{who}{what}" for who in ("bf16", _OURS) for what in ("", ", from the launch")), "spread")
+def first_steps(records: Records) -> Rows:
     """Seconds of training's first step with empty caches, and from the launch."""
-    rows = []
     for name, shape in records.named("train_.* first step"):
         step, launch = (records.of(name.replace("first step", what), shape) for what in ("first step", "from launch"))
         title = setting(shape, ", forced routing") + ", torchtitan 0.3" * ("titan03" in name)
-        bf16 = [cell(found, "bf16") for found in (step, launch)]
-        rows.append([title, *bf16, ours(step), ours(launch), spread(step)])
-    columns = [f"{who}{what}" for who in ("bf16", "titan_fp8moe") for what in ("", ", from the launch")]
-    return markdown(["s", *columns, "spread"], rows)
+        yield [title, cell(step, "bf16"), cell(launch, "bf16"), ours(step), ours(launch), spread(step)]
 
 
 CHECKPOINTING = {
@@ -416,48 +404,44 @@ CHECKPOINTING = {
 }
 
 
-def checkpointing(records: Records) -> str:
+@table("tokens/s, GiB reserved", "checkpointing", *BF16, _OURS)
+def checkpointing(records: Records) -> Rows:
     """Tokens/s and GiB by checkpointing, of bf16 and of ours, one row for a commit."""
-    rows = []
-    for name in ("train_16b", "train_qwen3_30b"):
-        fused = [r for r in records.all if r["name"] == name and r["reference"].startswith("bf16_fused:")]
-        for shape in dict.fromkeys(r["shape"] for r in fused if r["reference"].endswith("=none")):
-            for options, title in CHECKPOINTING.items():
-                for gpu, commit in dict.fromkeys((r["hardware"], r["commit"]) for r in fused if r["shape"] == shape):
-                    bf16 = records.pair(name, shape, hardware=gpu, commit=commit)
-                    mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu, commit=commit)
-                    if any(cells := [bf16.cell(peer + options) for peer, *_ in BF16]):
-                        rows.append([setting(shape), title, *cells, joined(*map(ours, mine))])
-    return markdown(["tokens/s, GiB reserved", "checkpointing", *[*PEERS][:3], "titan_fp8moe"], rows)
+    for name, shape in records.named("train_16b|train_qwen3_30b", "bf16_fused:checkpointing=none"):
+        fused = [r for r in records.all if place(r) == (name, shape) and r["reference"].startswith("bf16_fused:")]
+        for options, title in CHECKPOINTING.items():
+            for gpu, commit in dict.fromkeys((r["hardware"], r["commit"]) for r in fused):
+                bf16 = records.pair(name, shape, hardware=gpu, commit=commit)
+                mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu, commit=commit)
+                if any(cells := [bf16.cell(PEERS[peer][0] + options) for peer in BF16]):
+                    yield [setting(shape), title, *cells, joined(*map(ours, mine))]
 
 
-def variants(records: Records) -> str:
+@table("variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed")
+def variants(records: Records) -> Rows:
     """Our settings against the defaults."""
-    rows = []
     for name, shape in records.named(r"train_16b \S+=\S+", "fp8_flow"):
         used = len(records.used)
         speed = records.of(name, shape).get("fp8_flow")
-        if not speed:  # the newest run had other references
-            del records.used[used:]
-        else:
+        if speed:
             cells = joined(number(speed["value"]), ours(records.of(f"{name} memory", shape)))
-            rows.append([f"`{name.split()[1]}`", setting(shape), cells, f"{speed['speedup']:.3f}x"])
-    return markdown(["variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed"], rows)
+            yield [f"`{name.split()[1]}`", setting(shape), cells, ratio(speed, 3)]
+        else:  # the newest run had other references
+            del records.used[used:]
 
 
-def sweep(records: Records) -> str:
+@table("highest tokens/s", "bf16, fused", "GiB", "with", _OURS, "GiB", "with")
+def sweep(records: Records) -> Rows:
     """The fastest point of each precision on a card, over local batch and checkpointing."""
-    rows = []
     for name, shape in records.named("train_.* fastest"):
         (found,) = records.of(name, shape).values()
         row = [setting(shape.replace(" 80GB HBM3", ""))]
         for who in ("reference", "ours"):
             p = found["points"][who]
             options = p["variant"].partition(":")[2] or "defaults"
-            speed = number(p["tokens_per_second"]) + f" (**{found['speedup']:.2f}x**)" * (who == "ours")
+            speed = number(p["tokens_per_second"]) + f" (**{ratio(found)}**)" * (who == "ours")
             row += [speed, f"{p['memory_gib']:.1f}", f"batch {p['local_batch']}, {options}"]
-        rows.append(row)
-    return markdown(["highest tokens/s", "bf16, fused", "GiB", "with", "titan_fp8moe", "GiB", "with"], rows)
+        yield row
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
@@ -471,129 +455,132 @@ def by_model(shapes: list[str]) -> list[str]:
     """The shapes of a model together, those of more tokens first."""
     models = list(dict.fromkeys(shape.split(",")[0] for shape in shapes))
 
-    def place(shape: str) -> tuple[int, int, int]:
+    def order(shape: str) -> tuple[int, int, int]:
         model, experts, tokens = shape.split(", ")[:3]
         return models.index(model), -int(experts.split()[0]), -int(tokens.split()[0])
 
-    return sorted(shapes, key=place)
+    return sorted(shapes, key=order)
 
 
-def layers(records: Records, main: bool = True) -> str:
+_BF16_LAYERS = {"bf16": "torchtitan's bf16", "bf16 whole": "bf16, one graph", "bf16 fused": "bf16, fused"}
+_KIB = "KiB saved per token, bf16", "KiB, ours"
+_LAYERS = _MS, *_BF16_LAYERS.values(), _QUANTIZED, "kept for four microbatches", *_KIB
+
+
+@table(*_LAYERS, name="other_layers", main=False)
+@table(*_LAYERS, name="layers", main=True)
+def layers(records: Records, main: bool) -> Rows:
     """Layers of 8,192 tokens, or all others. Weights are quantized in each microbatch, or once for four."""
     quantizing, kept = "moe_layer_with_weights", "moe_layer with weights kept for 4 microbatches"
-    references, rows = ("bf16", "bf16 whole", "bf16 fused"), []
-    shapes = [shape for shape in records.shapes(quantizing, "bf16 whole") if shape.endswith(", 1 GPU")]
-    fused = [shape for shape in records.shapes(quantizing, "bf16 fused") if layer(shape).endswith("8192 tokens")]
+    shapes = [shape for _, shape in records.named(quantizing, "bf16 whole") if shape.endswith(", 1 GPU")]
+    fused = [shape for _, shape in records.named(quantizing, "bf16 fused") if layer(shape).endswith("8192 tokens")]
     for shape in by_model([shape for shape in shapes if (shape in fused) == main]):
         once, four, saved = (records.of(name, shape) for name in (quantizing, kept, "moe_layer saved"))
-        row = [layer(shape), *(cell(once, reference) for reference in references)]
-        row += [ours(found, *strongest(found, references)) for found in (once, four)]
+        row = [layer(shape), *(cell(once, reference) for reference in _BF16_LAYERS)]
+        row += [ours(found, *strongest(found, _BF16_LAYERS)) for found in (once, four)]
         bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
-        rows.append([*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])])
-    head = [_MS, *_BF16_LAYERS, _QUANTIZED, "kept for four microbatches", "KiB saved per token, bf16", "KiB, ours"]
-    return markdown(head, rows)
+        yield [*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])]
 
 
-def layer_ablations(records: Records) -> str:
+@table("variant", "layer", "ms", "of the defaults' speed")
+def layer_ablations(records: Records) -> Rows:
     """The paper's ablations against the defaults of the same run."""
-    rows = []
-    for variant in ("requantize", "unfused permute"):
-        for shape in records.shapes(f"moe_layer {variant}", "fp8"):
-            found = records.of(f"moe_layer {variant}", shape)["fp8"]
-            rows.append([variant, layer(shape), number(found["value"]), f"{found['speedup']:.3f}x"])
-    return markdown(["variant", "layer", "ms", "of the defaults' speed"], rows)
+    for name, shape in records.named("moe_layer (requantize|unfused permute)", "fp8"):
+        found = records.of(name, shape)
+        yield [name.removeprefix("moe_layer "), layer(shape), ours(found), ratio(found["fp8"], 3)]
 
 
-def activations(records: Records, kind: str = "activation_error") -> str:
-    """Relative errors of each activation's layer, or of another ``kind`` of records, named ``KIND COLUMN: ROW``."""
+@table(name="activations", kind="activation_error")
+@table(name="layer_errors", kind="layer_error")
+@table(name="double_rounding", kind="double_rounding")
+def errors(records: Records, kind: str) -> Rows:
+    """Relative errors of the newest run of a ``kind`` of records, named ``KIND COLUMN: ROW``, under their columns."""
     found: dict[str, dict[str, str]] = {}
-    of_kind = [r for r in records.all if r["name"].startswith(f"{kind} ")]
-    newest = max(reversed(of_kind), key=lambda r: r["date"], default=None)
-    for r in (r for r in of_kind if (r["date"], r["commit"]) == (newest["date"], newest["commit"])):
+    for r in newest([r for r in records.all if r["name"].startswith(f"{kind} ")], of=lambda _: kind):
         column, row = r["name"].removeprefix(f"{kind} ").split(": ")
         found.setdefault(row, {})[column] = f"{r['value']:.4f}"
         records.used.append(r)
     columns = list(dict.fromkeys(column for of in found.values() for column in of))
-    return markdown(["", *columns], [[name, *(of.get(column, "") for column in columns)] for name, of in found.items()])
+    yield ["", *columns]
+    yield from ([name, *(of.get(column, "") for column in columns)] for name, of in found.items())
 
 
-def transformers(records: Records, one_token: bool = False) -> str:
-    rows = []
-    for name in ("transformers_qwen3", "transformers_deepseek_v3"):
-        for shape in records.shapes(name):
-            if ("forward of one token" in shape) != one_token or "frozen" in shape:
-                continue
-            for reference, r in records.of(name, shape).items():
-                loss = r["unit"] == "nats"
-                bf16, mine = (f"{x:.3f}" if loss else number(x) for x in (r["reference_value"], r["value"]))
-                more = "" if loss else f" ({r['speedup']:.2f}x)"
-                if "gaps" in r:  # of each seed
-                    gaps, again = (" / ".join(map("{:+.2%}".format, r[key])) for key in ("gaps", "reference_gaps"))
-                    more = f" ({gaps}; bf16 again {again})"
-                rows.append([f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + more])
-    return markdown(["model, figure", "GPU", "bf16", "`fp8_flow`"], rows)
+_TRANSFORMERS = "model, figure", "GPU", "bf16", "`fp8_flow`"
 
 
-def lora(records: Records) -> str:
+@table(*_TRANSFORMERS, name="transformers_token", one_token=True)
+@table(*_TRANSFORMERS, name="transformers", one_token=False)
+def transformers(records: Records, one_token: bool) -> Rows:
+    for name, shape in sorted(records.named("transformers_(qwen3|deepseek_v3)"), reverse=True, key=lambda of: of[0]):
+        if ("forward of one token" in shape) != one_token or "frozen" in shape:
+            continue
+        for reference, r in records.of(name, shape).items():
+            loss = r["unit"] == "nats"
+            bf16, mine = (f"{x:.3f}" if loss else number(x) for x in (r["reference_value"], r["value"]))
+            more = "" if loss else f" ({ratio(r)})"
+            if "gaps" in r:  # of each seed
+                gaps, again = (" / ".join(map("{:+.2%}".format, r[key])) for key in ("gaps", "reference_gaps"))
+                more = f" ({gaps}; bf16 again {again})"
+            yield [f"{shape}, {r['unit']}", card(r), f"{bf16} ({reference})", mine + more]
+
+
+@table("Qwen3-30B-A3B, or as named", "reference", "its", "experts in FP8, adapters beside them")
+def lora(records: Records) -> Rows:
     """Adapters of Qwen3-30B-A3B: losses next to bf16, and speed and peak memory with experts in host memory."""
-    rows, head = [], ["Qwen3-30B-A3B, or as named", "reference", "its", "experts in FP8, adapters beside them"]
-    for shape in records.shapes("lora_qwen3_30b", "bf16"):
-        if "loss" in shape:
-            r = records.of("lora_qwen3_30b", shape)["bf16"]
-            rows.append([shape, "bf16", f"{r['reference_value']:.3f}", f"{r['value']:.3f}"])
-    for shape in records.shapes("lora_qwen3_30b", "ours, on the card", "the longer alone"):
-        for reference, r in records.of("lora_qwen3_30b", shape).items():
+    for name, shape in records.named("lora_qwen3_30b"):
+        for reference, r in records.of(name, shape).items():
+            if r["unit"] == "nats":
+                yield [shape, reference, f"{r['reference_value']:.3f}", f"{r['value']:.3f}"]
+                continue
             sides = (("reference_value", "reference_peak_gib"), ("value", "peak_gib"))
             theirs, mine = (f"{number(r[speed])}, {r[memory]:.1f} GiB" for speed, memory in sides)
             alone = "; copies {copy_s:.2f} s, computation {compute_s:.2f} s".format(**r) if "copy_s" in r else ""
-            rows.append([f"{shape}, {r['unit']}", reference, theirs, f"{mine} ({r['speedup']:.2f}x){alone}"])
-    return markdown(head, rows)
+            yield [f"{shape}, {r['unit']}", reference, theirs, f"{mine} ({ratio(r)}){alone}"]
 
 
 # --- kernels and expert parallelism -----------------------------------------------------------------------------------
 
 
-def data_movement(records: Records) -> str:
+@table()
+def data_movement(records: Records) -> Rows:
     """Share of a device copy by kernel and layer, with few rows also of a copy of as many bytes. Kernels that compute
     indices move little: their microseconds."""
     found: dict[str, dict[str, Found]] = {}
-    columns: dict[str, None] = {}
-    for r in records.all:
-        if r["reference"] in COPIES and "rows" in r:
-            column = f"{r['layer']}, {r['rows']:,} rows, E {r['E']}"
-            kernel = r["name"] + r["routing"].removeprefix("balanced")
-            found.setdefault(kernel, {}).setdefault(column, {})[r["reference"]] = r
-            columns[column] = None
-    rows = []
+    for r in (r for r in records.all if r["reference"] in COPIES and "rows" in r):
+        column = f"{r['layer']}, {r['rows']:,} rows, E {r['E']}"
+        kernel = r["name"] + r["routing"].removeprefix("balanced")
+        found.setdefault(kernel, {}).setdefault(column, {})[r["reference"]] = r
+    columns = list(dict.fromkeys(column for by_column in found.values() for column in by_column))
+    yield ["share of a device copy", *columns]
     for kernel, by_column in found.items():
         few = 0 if kernel.endswith("_routing") else 8192
         cells = [by_column.get(column, {}).values() for column in columns]
         cells = [[r for r in cell if r["reference"] == COPIES[0] or r["rows"] < few] for cell in cells]
         records.used += [r for cell in cells for r in cell]
         shown = (lambda r: f"{r['speedup']:.0%}") if few else (lambda r: f"{r['microseconds']:.0f} µs")
-        rows.append([kernel, *(", ".join(map(shown, cell)) for cell in cells)])
-    return markdown(["share of a device copy", *columns], rows)
+        yield [kernel, *(", ".join(map(shown, cell)) for cell in cells)]
 
 
-def exchange(records: Records) -> str:
+_WAYS = "FP8 all-to-all", "FP8 symmetric"
+
+
+@table("ms", "dispatch: bf16", *_WAYS, *(f"combine: {way}" for way in _WAYS))
+def exchange(records: Records) -> Rows:
     """Milliseconds of dispatch + permute, and of sum + combine."""
-    rows = []
-    for shape in records.shapes("ep_dispatch"):
-        sent = [records.of(f"ep_dispatch{path}", shape)["bf16"] for path in ("", " dispatch=symmetric")]
-        summed = records.of("ep_combine dispatch=symmetric", shape)
-        dispatch = (f"{r['value']:.2f} ({r['speedup']:.2f}x)" for r in sent)
-        combine = (f"{r:.2f}" for r in (summed["all_to_all"]["reference_value"], summed["all_to_all"]["value"]))
-        rows.append([shape, f"{sent[0]['reference_value']:.2f}", *dispatch, *combine])
-    ways = "FP8 all-to-all", "FP8 symmetric"
-    return markdown(["ms", "dispatch: bf16", *ways, *(f"combine: {way}" for way in ways)], rows)
+    for name, shape in records.named("ep_dispatch"):
+        sent = [records.of(f"{name}{path}", shape)["bf16"] for path in ("", " dispatch=symmetric")]
+        summed = records.of("ep_combine dispatch=symmetric", shape)["all_to_all"]
+        dispatch = (f"{r['value']:.2f} ({ratio(r)})" for r in sent)
+        combine = (f"{summed[key]:.2f}" for key in ("reference_value", "value"))
+        yield [shape, f"{sent[0]['reference_value']:.2f}", *dispatch, *combine]
 
 
 # --- convergence ------------------------------------------------------------------------------------------------------
 
 
-def pairs(records: Records) -> str:
+@table("model", "", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less")
+def pairs(records: Records) -> Rows:
     """FP8 against bf16, by pairs of runs."""
-    rows = []
     for name, shape in records.named("pairs: .*"):
         r = first(records.of(name, shape))
         half_width, needed = r["pairs_for"]
@@ -602,37 +589,33 @@ def pairs(records: Records) -> str:
             cells = [f"**{r['value']:+.2%} ± {r['half_width']:.2%}**", str(r["pairs"])]
             cells += [f"{r['deviation']:.2%}", f"{needed:,} (±{half_width:.2%})"]
         model = shape.partition(",")[0].replace("_", " ")
-        rows.append([model, name.partition(": ")[2], f"{r['reference_value']:.4f}", *cells])
-    return markdown(["model", "", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less"], rows)
+        yield [model, name.partition(": ")[2], f"{r['reference_value']:.4f}", *cells]
 
 
-def long_run(records: Records) -> str:
+@table("", "bf16", "bf16, one bit changed", "FP8", "bf16 from itself", "FP8 from bf16")
+def long_run(records: Records) -> Rows:
     """A long run in bf16, the same with one bit of an initial weight changed, and in FP8."""
-    rows = []
     for name, shape in records.named("3,000 steps: .*", "bf16"):
         bf16, changed = records.of(name, shape).values()
         digits = ".4f" if bf16["unit"] == "nats" else ",.0f" if "tokens" in bf16["unit"] else ".1f"
         values = bf16["reference_value"], changed["reference_value"], bf16["value"]
         apart = [f"{value / values[0] - 1:+.2%}" for value in values[1:]]
-        title = f"{name.partition(': ')[2]}, {bf16['unit']}"
-        rows.append([title, *(f"{value:{digits}}" for value in values), *apart])
-    names = ["bf16", "bf16, one bit changed", "FP8"]
-    return markdown(["", *names, "bf16 from itself", "FP8 from bf16"], rows)
+        yield [f"{name.partition(': ')[2]}, {bf16['unit']}", *(f"{value:{digits}}" for value in values), *apart]
 
 
-def from_checkpoints(records: Records) -> str:
+@table("model, what is FP8", "", "held-out loss", "training loss, last 50 steps")
+def from_checkpoints(records: Records) -> Rows:
     """Losses after training on from bf16's checkpoints, relative to bf16's, with intervals of the runs' spread."""
-    rows = []
     for name, shape in records.named(".*: final held-out loss"):
         kinds = (name, name.replace("held-out loss", "training loss, last 50 steps"))
         found = [first(records.of(kind, shape)) for kind in kinds]
         cells = [f"{r['value']:+.3%} ± {r['half_width']:.3%}" for r in found]
         model, runs = shape.split(",")[0].replace("_", " "), shape.split(", ")[-1]
-        rows.append([joined(model, name.partition(":")[0]), runs, *cells])
-    return markdown(["model, what is FP8", "", "held-out loss", "training loss, last 50 steps"], rows)
+        yield [joined(model, name.partition(":")[0]), runs, *cells]
 
 
-def gradient_noise(records: Records) -> str:
+@table("weights", "FP8's error", "bf16's error", "critical batch, M tokens")
+def gradient_noise(records: Records) -> Rows:
     """Errors of gradients, and the batch whose noise equals FP8's, at one step after the other."""
 
     def percent(value: float) -> str:
@@ -642,70 +625,62 @@ def gradient_noise(records: Records) -> str:
         return "∞" if tokens is None else f"{float(f'{tokens / 1e6:.3g}'):,.0f}"
 
     shown = {"value": percent, "reference_value": percent, "critical_tokens": batch}
-    rows = []
-    for name in records.names("gradient_noise .*"):
-        found = [first(records.of(name, shape)) for shape in records.shapes(name)]
-        rows.append([name.partition(" ")[2], *(" / ".join(text(r[key]) for r in found) for key, text in shown.items())])
-    return markdown(["weights", "FP8's error", "bf16's error", "critical batch, M tokens"], rows)
+    weights: dict[str, list[Record]] = {}
+    for name, shape in records.named("gradient_noise .*"):
+        weights.setdefault(name.partition(" ")[2], []).append(first(records.of(name, shape)))
+    for name, steps in weights.items():
+        yield [name, *(" / ".join(text(r[key]) for r in steps) for key, text in shown.items())]
 
 
 # --- sources that are no records --------------------------------------------------------------------------------------
 
 
-def published(records: Records) -> str:
+@table("what", "figure", "hardware", "source")
+def published(records: Records) -> Rows:
     """Figures of others, which ran on their own hardware."""
-    cells = (
-        [row["what"], f"{row['value']:,} {row['unit']}".replace(" %", "%"), row["hardware"], f"[link]({row['link']})"]
-        for row in check.source("published").values()
-    )
-    return markdown(["what", "figure", "hardware", "source"], [*cells])
+    for row in check.source("published").values():
+        figure = f"{row['value']:,} {row['unit']}".replace(" %", "%")
+        yield [row["what"], figure, row["hardware"], f"[link]({row['link']})"]
 
 
 MODELS = {"moe16b": "DeepSeek-V3 16B, local batch 4", "qwen3": "Qwen3-30B-A3B, local batch 2"}
 """Models of ``dry_runs.json``, which a test repeats."""
+_DISPATCHES = "all-to-all", "symmetric memory"
 
 
-def dry_runs(records: Records) -> str:
+@table("GiB of 80, eight GPUs", *_DISPATCHES, *(f'{way}, `recompute = "experts"`' for way in _DISPATCHES))
+def dry_runs(records: Records) -> Rows:
     """Estimates of the peak on eight GPUs, by dispatch."""
-    found, rows = check.source("dry_runs"), []
     for model, title in MODELS.items():
-        runs = [found[f"{model}_8"], found[f"{model}_8_experts"]]
+        runs = [check.source("dry_runs")[f"{model}_8{more}"] for more in ("", "_experts")]
         cells = [(f"{run['peak']:.1f}", f"{run['least']:.1f} to {run['most']:.1f}") for run in runs]
-        rows.append([title, *cells[0], *cells[1]])
-    ways = "all-to-all", "symmetric memory"
-    return markdown(["GiB of 80, eight GPUs", *ways, *(f'{way}, `recompute = "experts"`' for way in ways)], rows)
+        yield [title, *cells[0], *cells[1]]
 
 
-def whole_models(records: Records) -> str:
+@table("whole model", "GPUs", "GiB of parameters, gradients and Adam on each", "peak")
+def whole_models(records: Records) -> Rows:
     """Estimates of parameters, gradients and Adam's states, and of the peak."""
-    found = check.source("dry_runs")
-    rows = [
-        [title, gpus, f"{found[f'{model}_{gpus}']['states']:.1f}", f"{found[f'{model}_{gpus}']['peak']:.1f}"]
-        for model, title in MODELS.items()
-        for gpus in "48"
-    ]
-    return markdown(["whole model", "GPUs", "GiB of parameters, gradients and Adam on each", "peak"], rows)
+    for model, title in MODELS.items():
+        for gpus in "48":
+            found = check.source("dry_runs")[f"{model}_{gpus}"]
+            yield [title, gpus, f"{found['states']:.1f}", f"{found['peak']:.1f}"]
 
+
+NO_RECORDS = "published", "dry_runs", "whole_models"
 
 # --- the pages --------------------------------------------------------------------------------------------------------
 
 _BATCH = "sdpa, local batch 4, random routing"
 _NEVER = ", parallelism.fsdp_reshard_after_forward=never"
+_SIX, _FIVE = f"16B, 6 layers, {_BATCH}, 1 GPU", f"Qwen3-30B-A3B, 5 layers, {_BATCH}, 1 GPU"
+_WHOLE, _QWEN3 = f"16B, 27 layers, {_BATCH}, 4 GPUs{_NEVER}", f"Qwen3-30B-A3B, 48 layers, {_BATCH}, 4 GPUs"
 HEADLINE = {  # a row of the first table and of the picture: the record's name and shape, and which bf16 it has
-    "DeepSeek-V3 16B, 6 layers": ("train_16b checkpointing=none", f"16B, 6 layers, {_BATCH}, 1 GPU", "fused"),
-    "Qwen3-30B-A3B, 5 layers": (
-        "train_qwen3_30b checkpointing=none",
-        f"Qwen3-30B-A3B, 5 layers, {_BATCH}, 1 GPU",
-        "fused",
-    ),
-    "DeepSeek-V3 16B, all 27 layers": (
-        "train_16b dispatch=symmetric",
-        f"16B, 27 layers, {_BATCH}, 4 GPUs{_NEVER}",
-        "fused",
-    ),
+    "DeepSeek-V3 16B, 6 layers": ("train_16b checkpointing=none", _SIX, "fused"),
+    "Qwen3-30B-A3B, 5 layers": ("train_qwen3_30b checkpointing=none", _FIVE, "fused"),
+    "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", _WHOLE, "fused"),
     "Qwen3-30B-A3B, all 48 layers": (
         "train_qwen3_30b dispatch=symmetric recompute=experts",
-        f"Qwen3-30B-A3B, 48 layers, {_BATCH}, 4 GPUs",
+        _QWEN3,
         "torchtitan's",
     ),
 }
@@ -722,40 +697,13 @@ def headline_runs(records: Records) -> Iterator[tuple[str, str, Record, Record]]
             yield f"{title}, {cards}", bf16, speed, memory
 
 
-def headline(records: Records) -> str:
+@table("tokens/s per GPU", "strongest bf16", _OURS, "ratio", "GiB, bf16", "GiB, ours")
+def headline(records: Records) -> Rows:
     """Tokens/s per GPU and GiB of the strongest bf16 of the same invocation, and ours."""
-    rows = [
-        [
-            title,
-            f"{number(speed['reference_value'])} ({bf16})",
-            number(speed["value"]),
-            f"**{speed['speedup']:.2f}x**" if bf16 == "fused" else "",
-            number(memory["reference_value"]),
-            number(memory["value"]),
-        ]
-        for title, bf16, speed, memory in headline_runs(records)
-    ]
-    columns = ["tokens/s per GPU", "strongest bf16", "titan_fp8moe", "ratio", "GiB, bf16", "GiB, ours"]
-    return markdown(columns, rows)
-
-
-TABLES: dict[str, Callable[[Records], str]] = {
-    table.__name__: table
-    for table in (
-        *(headline, training, dense, titan03, checkpointing, variants, sweep, first_steps),
-        *(layers, layer_ablations, dense_linears, peaks, activations, transformers, lora),
-        *(gemms, data_movement, exchange, pairs, long_run, gradient_noise, from_checkpoints),
-        *(published, dry_runs, whole_models),
-    )
-}
-TABLES |= {name: partial(stated, names=n, head=h, columns=c) for name, (n, h, c) in STATED.items()}
-TABLES["layer_errors"] = partial(activations, kind="layer_error")
-TABLES["double_rounding"] = partial(activations, kind="double_rounding")
-TABLES["other_layers"] = partial(layers, main=False)
-TABLES["transformers_token"] = partial(transformers, one_token=True)
-
-
-NO_RECORDS = (published, dry_runs, whole_models)
+    for title, bf16, speed, memory in headline_runs(records):
+        theirs, mine = (number(speed[key]) for key in ("reference_value", "value"))
+        over = f"**{ratio(speed)}**" if bf16 == "fused" else ""
+        yield [title, f"{theirs} ({bf16})", mine, over, *(number(memory[key]) for key in ("reference_value", "value"))]
 
 
 class Pages:
@@ -763,13 +711,13 @@ class Pages:
 
     def __init__(self, records: Records):
         self.ledger, self.used, self.tables = check.Ledger(records.all), [], {}
-        for name, table in TABLES.items():
+        for name, text in TABLES.items():
             records.used = []
-            body = table(records)
+            body = text(records)
             self.used += records.used
             if records.used:
                 body += f"\n\n{source(records.used)}"
-            self.tables[name] = body if records.used or table in NO_RECORDS else "Not measured in this state."
+            self.tables[name] = body if records.used or name in NO_RECORDS else "Not measured in this state."
 
     def page(self, name: str, text: str) -> tuple[str, list[str]]:
         """A page with its tables and figures, and what its ledger and its text lack."""

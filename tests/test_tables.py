@@ -94,7 +94,7 @@ def test_a_row_of_training_is_of_one_invocation():
         ]
     )
     title = "16B, 6 layers, sdpa, local batch 4"
-    assert tables.training(records).splitlines()[2:] == [
+    assert tables.TABLES["training"](records).splitlines()[2:] == [
         f"| {title} | H200 | 50 | 80 saved | | 100 (**1.25x**) | 12 | 9 |",
         f"| {title} | H200 | | | 40 | 97 (**2.42x**) | 11 | 8 |",
     ]
