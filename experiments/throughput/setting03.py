@@ -4,8 +4,8 @@
 
 * ``bf16`` is torchtitan's.
 * ``bf16_outside_fsdp`` keeps experts outside of FSDP over one rank, as the FP8 adapter does, so that both copy alike.
-* ``bf16_fused_swiglu`` has torchtitan's overrides ``fused_swiglu`` and ``fused_grouped_experts``.
-* ``bf16_strongest`` has them outside of FSDP, and selective checkpointing keeps its grouped GEMMs.
+* ``bf16_strongest`` has torchtitan's overrides ``fused_swiglu`` and ``fused_grouped_experts`` outside of FSDP, and
+  selective checkpointing keeps its grouped GEMMs.
 * ``torchao`` has torchtitan's rowwise Float8 experts.
 """
 
@@ -42,11 +42,6 @@ def _outside_fsdp(config: Any) -> Any:
     return config
 
 
-def _fused_swiglu(config: Any) -> Any:
-    deepseek_v3.enable_fused_swiglu(config)
-    return config
-
-
 class KeepsGroupedGemms(SelectiveAC):
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -59,7 +54,8 @@ class KeepsGroupedGemms(SelectiveAC):
 def _strongest(config: Any) -> Any:
     if type(config.activation_checkpoint) is SelectiveAC.Config:
         config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
-    return _outside_fsdp(_fused_swiglu(config))
+    deepseek_v3.enable_fused_swiglu(config)
+    return _outside_fsdp(config)
 
 
 def _torchao(config: Any) -> Any:
@@ -71,7 +67,6 @@ def _torchao(config: Any) -> Any:
 VARIANTS: dict[str, Callable[[Any], Any]] = {
     "bf16": lambda config: config,
     "bf16_outside_fsdp": _outside_fsdp,
-    "bf16_fused_swiglu": _fused_swiglu,
     "bf16_strongest": _strongest,
     "torchao": _torchao,
     "fp8_flow": with_fp8_flow,

@@ -32,7 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -74,86 +74,53 @@ CONVERTERS = {
     "float8_rowwise": ["float8_rowwise"],
     "fp8_flow": ["fp8_flow_moe"],
 }
-VARIANTS_03 = (*(f"bf16{kind}" for kind in ("", "_outside_fsdp", "_fused_swiglu", "_strongest")), "torchao", "fp8_flow")
-"""setting03.py's."""
 DENSE = "llama3_8b", "llama3_1b"
 ROUTING = {"random": (["balanced_random"], []), "forced": ([], ["--debug.moe_force_load_balance"]), "model": ([], [])}
 CHECKPOINTING = {
+    "": ([], []),  # torchtitan's, per op
     "saved": (["save_grouped_mm"], []),
     "none": ([], ["--activation_checkpoint.mode=none"]),
     "full": ([], ["--activation_checkpoint.mode=full"]),
 }
-OUT_OF_MEMORY = "out of memory"
 STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
 STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
 
-def parse(
-    variant: str, names: Collection[str] = CONVERTERS, kinds: Collection[str] = CHECKPOINTING
-) -> tuple[str, dict[str, str]]:
-    """``name`` or ``name:option=value,...``.
-
-    Raises:
-        SystemExit: for a name or a checkpointing that there is not.
-    """
+def parse(variant: str) -> tuple[str, dict[str, str]]:
+    """``name`` or ``name:option=value,...``."""
     name, _, options = variant.partition(":")
-    found = dict(option.split("=", 1) for option in options.split(",") if option)
-    if name not in names or found.get("checkpointing") not in (None, *kinds):
-        choice = f"{', '.join(names)}, with checkpointing={' | '.join(kinds)} or none of these"
-        sys.exit(f"error: no variant {variant}; choose of {choice}")
-    return name, found
-
-
-def require_fit(variants: list[str], gpus: int) -> None:
-    """Ends the program where a variant of torchtitan 0.2.2 does not run with experts spread over these GPUs."""
-    parsed = {variant: parse(variant) for variant in variants}
-    alone = [
-        variant
-        for variant, (name, options) in parsed.items()
-        if "whole_blocks" in CONVERTERS[name] and int(options.get("ep", gpus)) > 1
-    ]
-    if alone:
-        sys.exit(f"error: {', '.join(alone)} compile blocks as one graph, with all experts on one GPU; add ep=1")
-
-
-def common(args: argparse.Namespace, seed: int, options: dict[str, str]) -> list[str]:
-    """Flags of both versions' command lines."""
-    return [
-        f"--training.local_batch_size={args.local_batch}",
-        f"--training.steps={args.steps}",
-        f"--debug.seed={seed}",
-        *(f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()),
-        *args.overrides,
-    ]
+    return name, dict(option.split("=", 1) for option in options.split(",") if option)
 
 
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
     """torchtitan's command line for a variant."""
     name, options = parse(variant)
-    converters, flags = ROUTING[args.routing]
-    more, checkpointing = CHECKPOINTING.get(options.pop("checkpointing", ""), ([], []))
-    converters = [*converters, *more, *CONVERTERS[name]]
+    checkpointing = options.pop("checkpointing", "")
+    if args.torchtitan == "0.3.0":
+        flags = [
+            f"--module={SETTING_03}",
+            f"--config={args.model}:{args.layers}:{checkpointing or 'selective'}:{name}",
+            f"--training.{'no-' * args.cuda_graphs}disable_cuda_graphs",
+        ]
+    else:
+        (routing, forced), (kept, mode) = ROUTING[args.routing], CHECKPOINTING[checkpointing]
+        converters = [*routing, *kept, *CONVERTERS[name]]
+        flags = [
+            f"--job.config_file={CONFIG}",
+            f"--model.name={MODELS[args.model].name}",
+            f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
+            *forced,
+            *mode,
+            *([f"--model.converters={','.join(converters)}"] if converters else []),
+        ]
     return [
-        f"--model.name={MODELS[args.model].name}",
-        f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
-        f"--parallelism.expert_parallel_degree={options.pop('ep', args.gpus)}",
         *flags,
-        *checkpointing,
-        *common(args, seed, options),
-        *([f"--model.converters={','.join(converters)}"] if converters else []),
-    ]
-
-
-def overrides_03(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
-    """torchtitan 0.3's command line for a variant."""
-    name, options = parse(variant, VARIANTS_03, ("full", "none"))
-    config = f"{args.model}:{args.layers}:{options.pop('checkpointing', 'selective')}:{name}"
-    return [
-        f"--module={SETTING_03}",
-        f"--config={config}",
-        f"--training.{'no-' * args.cuda_graphs}disable_cuda_graphs",
-        f"--parallelism.expert_parallel_degree={args.gpus}",
-        *common(args, seed, options),
+        f"--parallelism.expert_parallel_degree={options.pop('ep', args.gpus)}",
+        f"--training.local_batch_size={args.local_batch}",
+        f"--training.steps={args.steps}",
+        f"--debug.seed={seed}",
+        *(f"--fp8_flow_moe.{name}" + ("" if value == "true" else f"={value}") for name, value in options.items()),
+        *args.overrides,
     ]
 
 
@@ -175,13 +142,10 @@ class Run:
         self.gate.unlink(missing_ok=True)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.gpus}"]
         launcher += ["--role=rank", "--tee=3", "-m", "torchtitan.train"]  # all ranks: any may run out of memory
-        if args.torchtitan == "0.2.2":
-            flags = [f"--job.config_file={CONFIG}", f"--job.dump_folder={self.dump}", *overrides(variant, args, seed)]
-        else:
-            flags = [f"--dump_folder={self.dump}", *overrides_03(variant, args, seed)]
+        dump = f"--{'job.' * (args.torchtitan == '0.2.2')}dump_folder={self.dump}"
         env = {GATE: str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
-            [*launcher, *flags],
+            [*launcher, dump, *overrides(variant, args, seed)],
             env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"} | dict(caches),
             stdout=self.log.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
@@ -199,7 +163,7 @@ class Run:
             if logged.search(log):
                 return None
             if re.search(r"OutOfMemoryError|out of memory|Failed to CUDA calloc", log):  # the last is NCCL's
-                return OUT_OF_MEMORY
+                return "out of memory"
             if ended:
                 return f"ended with exit code {self.process.returncode}"
             time.sleep(0.2)
@@ -320,22 +284,18 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--cuda-graphs", action="store_true", help="torchtitan 0.3's, of whole steps")
     p.add_argument("--steps", type=int, default=40, help="a multiple of 10")
     p.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
-    p.set_defaults(variants=[])
     p.add_argument("overrides", nargs="*", help="torchtitan overrides for every run, --name=value, after --")
     return p
 
 
 def finish(args: argparse.Namespace, prefix: str) -> str:
-    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have.
-    Raises SystemExit: see :func:`require_fit`."""
+    """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
     if args.model in DENSE:
         args.routing = "model"
     if args.torchtitan == "0.3.0":
         args.attention, args.routing = "flex", "forced"
-    else:
-        require_fit(args.variants, args.gpus)
     shape = ", ".join(
         [
             f"{model.label}, {args.layers} layers, {args.attention}",
@@ -355,7 +315,7 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
 def main() -> None:
     p = parser(__doc__)
     variants = ["bf16", "bf16_whole", "bf16_fused:checkpointing=saved", "fp8_flow"]
-    p.add_argument("--variants", nargs="+", default=variants, help=f"of {', '.join(CONVERTERS)}; default: {variants}")
+    p.add_argument("--variants", nargs="+", default=variants, help=f"of {', '.join(CONVERTERS)}, or setting03.py's")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     args = p.parse_args()
