@@ -7,31 +7,21 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import E8M0, TILE
 
 
-def dequantize_transpose_requantize(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Transposes fp8 rows through fp32: dequantizes them, transposes, and quantizes a second time.
-
-    The baseline that arXiv 2511.02302 compares its scaling-aware transpose with; the second quantization rounds again.
-    It replaces one operand of :func:`titan_fp8moe.recipe.transpose_pair`.
-
-    Args:
-        q_MD: (M, D) e4m3, M and D multiples of 128.
-        scale: (M, D // 128) e8m0, any strides.
-
-    Returns:
-        qT (D, M) e4m3 and its scale (D // 128, M // 128) e8m0, from the amax of the dequantized values.
-    """
-    # Inductor has no e8m0 on a CPU: scales pass as bytes.
-    q_t, byte = requantize(q_MD, scale.view(torch.uint8))
-    return q_t, byte.view(E8M0)
-
-
 @torch.compile
-def requantize(q_MD: Tensor, byte_MG: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`dequantize_transpose_requantize` on bytes in place of scales."""
+def _requantize(q_MD: Tensor, byte_MG: Tensor) -> tuple[Tensor, Tensor]:
     M, D = q_MD.shape
     x_DM = recipe.dequantize(q_MD, byte_MG).t().contiguous()
     q, byte = recipe.quantize_tiles(x_DM.view(D // TILE, TILE, M // TILE, TILE), (1, 3))
     return q.view(D, M), byte.view(D // TILE, M // TILE).to(torch.uint8)
+
+
+def requantized(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Transposes fp8 rows through fp32, as arXiv 2511.02302's baseline does: the second quantization rounds again.
+
+    Takes and returns one operand of :func:`titan_fp8moe.recipe.transpose_pair`.
+    """
+    q_DM, byte = _requantize(q_MD, scale.view(torch.uint8))  # Inductor has no e8m0 on a CPU
+    return q_DM, byte.view(E8M0)
 
 
 @torch.library.custom_op("experiments::requantized_pair", mutates_args=())
@@ -44,13 +34,10 @@ def requantized_pair(
     mode: str,
     token_M: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stands in for :func:`titan_fp8moe.ops.transpose_pair`, whatever the ``mode``: requantizes both operands.
-
-    Arguments and results are those of the op, so the same weight-gradient GEMM follows.
-    """
+    """Stands in for :func:`titan_fp8moe.ops.transpose_pair`, whatever the ``mode``: requantizes both operands."""
     if token_M is not None:
         x_MD, x_scale = recipe.permute_rows(x_MD, x_scale, token_M)
-    return *dequantize_transpose_requantize(x_MD, x_scale), *dequantize_transpose_requantize(dy_MN, dy_scale)
+    return *requantized(x_MD, x_scale), *requantized(dy_MN, dy_scale)
 
 
 @requantized_pair.register_fake
@@ -68,8 +55,8 @@ def permute_then_copy(
 ) -> tuple[Tensor, Tensor]:
     """Stands in for :func:`titan_fp8moe.ops.permute_rows`: one more pass over the rows in expert order.
 
-    Permuting and padding in two launches moves as many bytes, where few rows are padding; the scales, 1 / 128 of them,
-    are transposed in between. Arguments and results are those of the op.
+    Permuting and padding in two launches moves as many bytes, where few rows are padding. The scales, 1 / 128 of them,
+    are transposed in between.
     """
     q_MD, scale = _permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
     same_M = torch.arange(token_M.shape[0], dtype=torch.int32, device=token_M.device)

@@ -479,7 +479,9 @@ def test_transformers(offloaded, tmp_path: Path):
     pytest.importorskip("peft", "0.21")
     from experiments.lora_qwen3_30b import run as experiment
 
-    dims = experiment.MODELS["qwen3"].dims | experiment.TINY | dict(vocab_size=512, num_hidden_layers=4)
+    tiny = dict(hidden_size=128, moe_intermediate_size=128, num_hidden_layers=4, num_attention_heads=2)
+    tiny |= dict(num_key_value_heads=2, num_experts=8, vocab_size=512)
+    dims = experiment.MODELS["qwen3"].dims | tiny
     there, other = (experiment.Trainer(dims, "ours").model.cpu() for _ in range(2))
     here, device = offloaded(other)
     (tokens,) = torch.randint(512, (1, 2, 40))

@@ -1,7 +1,6 @@
 """LoRA on Qwen3-30B-A3B through Transformers and PEFT: experts frozen in FP8 beside the same in bf16. One GPU.
 
     python -m experiments.lora_qwen3_30b.run --out experiments/lora_qwen3_30b --phases loss
-    python -m experiments.lora_qwen3_30b.run --out OUT --tiny                                   # on a CPU
 
 Weights are random and drawn on the device. Logits are made for 1,024 tokens at a time. Variant ``ours`` has experts
 stored in FP8, one byte a parameter, and adapters beside them. ``bf16`` has Transformers' grouped_mm, and PEFT adds the
@@ -29,7 +28,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from experiments.records import begin, record, script_parser, write_records
 from experiments.timing import CUDA, elapsed_ms
-from experiments.transformers.run import DEVICE, MODELS, TINY, Setting
+from experiments.transformers.run import DEVICE, MODELS, Setting
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, offload_experts, patches
 from titan_fp8moe.layer.host import NUM_BUFFERS, pinned_like
 from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
@@ -149,10 +148,9 @@ class Trainer:
 
 def timed(trainer: Trainer, tokens: Tensor, steps: int) -> dict[str, float]:
     losses = [trainer.step(tokens)]  # compiles
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
     ms = statistics.median(elapsed_ms(lambda: losses.append(trainer.step(tokens))) for _ in range(steps))
-    peak = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+    peak = torch.cuda.max_memory_allocated() / 2**30
     print(f"{tokens.numel() / ms * 1e3:,.0f} tokens/s, {peak:.1f} GiB, {time.monotonic() - BEGIN:.0f} s", flush=True)
     return dict(tokens_per_s=tokens.numel() / ms * 1e3, peak_gib=peak, loss=float(losses[0]), last=float(losses[-1]))
 
@@ -212,24 +210,19 @@ PHASES = {"loss": (losses, 4, ""), "host": (host, 48, "Qwen3-30B-A3B, "), "glm":
 """Functions, layers, and the beginning of a record's shape."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
-    args = parser.parse_args(arguments)
-    if not args.tiny:
-        begin(args.trial)
+    args = parser.parse_args()
+    begin(args.trial)
     for phase in args.phases:
         run, layers, name = PHASES[phase]
         dims = MODELS["qwen3"].dims | dict(num_hidden_layers=layers, vocab_size=151936, pad_token_id=None)
         if phase == "glm":
             dims = dict(model_type="glm4_moe", head_dim=128, num_hidden_layers=layers)  # else the defaults
-        length, batch = 64 if args.tiny else 4096, 2 if phase == "loss" else 4
-        if args.tiny:
-            dims |= TINY | dict(vocab_size=512, num_hidden_layers=batch)
-        shape = f"{name}{dims['num_hidden_layers']} layers, {batch} x {length:,} tokens"
-        records = run(Setting("Qwen3Moe", shape, dims, batch, length))
-        write_records(args.out / "results.json", records)
+        batch = 2 if phase == "loss" else 4
+        setting = Setting("Qwen3Moe", f"{name}{layers} layers, {batch} x 4,096 tokens", dims, batch)
+        write_records(args.out / "results.json", run(setting))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from high precision, are the references.
 
     python -m experiments.numerics.layer --out experiments/numerics
-    python -m experiments.numerics.layer --out experiments/numerics --activations      # that table alone
 
 Adds to results.json and prints two tables: one DeepSeek-V3-shaped layer on normal data, and that with each activation.
 """
@@ -142,9 +141,7 @@ def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference
 
 
 def main() -> None:
-    parser = script_parser(__doc__, out="folder of results.json")
-    parser.add_argument("--activations", action="store_true", help="the table of activations alone")
-    args = parser.parse_args()
+    args = script_parser(__doc__, out="folder of results.json").parse_args()
     require_commit(args.trial)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # On a CPU a quarter of the dims: the reference is slow.
@@ -155,10 +152,9 @@ def main() -> None:
     rows = activation_table(device, size)
     show(f"relative error against fp32 by activation, {shape}", rows)
     records = layer_records("activation_error", shape, rows, "swiglu, h in bf16")
-    if not args.activations:
-        rows = layer_table(device, size)
-        show(f"relative error against the fp32 layer, {shape}", rows)
-        records += layer_records("layer_error", shape, rows, "bf16")
+    rows = layer_table(device, size)
+    show(f"relative error against the fp32 layer, {shape}", rows)
+    records += layer_records("layer_error", shape, rows, "bf16")
     write_records(args.out / "results.json", records)
 
 

@@ -1,7 +1,6 @@
 """Models of Transformers, ``grouped_mm`` against ``fp8_flow``: speed, memory, losses and one-token forwards.
 
     python -m experiments.transformers.run --out experiments/transformers          # one GPU
-    python -m experiments.transformers.run --out OUT --attention default --tiny    # on a CPU
 
 Both implementations run the same module with the same bf16 parameters and attention, and take turns. The phases:
 
@@ -105,19 +104,15 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
-TINY = dict(
-    hidden_size=128, intermediate_size=128, moe_intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, num_experts=8, n_routed_experts=8,
-)  # fmt: skip
 
 
 class Bench:
     """One model, whose experts switch between implementations."""
 
-    def __init__(self, name: str, setting: Setting, args: argparse.Namespace):
-        self.name, self.setting, self.cudnn = name, setting, args.attention == "cudnn"
-        self.model = setting.make_model()
-        self.tokens = setting.batches(1)[0]
+    def __init__(self, name: str, cudnn: bool):
+        self.name, self.setting, self.cudnn = name, MODELS[name], cudnn
+        self.model = self.setting.make_model()
+        self.tokens = self.setting.batches(1)[0]
 
     def record(self, what: str, value: float, reference: str, reference_value: float, unit: str, **more: Any) -> dict:
         shape = f"{self.setting.shape}, {self.setting.batch} x {self.setting.length} tokens, {what}"
@@ -138,10 +133,9 @@ class Bench:
         for name in (REFERENCE, NAME):
             self.step(name, call)  # compiles
             gc.collect()
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats()
             losses[name] = float(self.step(name, call))
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
         steps = {name: functools.partial(self.step, name, call) for name in losses}
         ms = medians_in_turn(elapsed_ms, steps, ROUNDS, times=CALLS)
         speed = {name: self.tokens.numel() / ms[name] * 1e3 for name in ms}
@@ -155,7 +149,7 @@ class Bench:
     def compiled(self) -> list[dict]:
         torch._dynamo.reset()  # the graph depends on the config
         self.model.set_attn_implementation(CAUSAL)
-        compiled = torch.compile(self.model, dynamic=False, backend="inductor" if CUDA else "aot_eager")
+        compiled = torch.compile(self.model, dynamic=False)
         return self.forward_backward("torch.compile", compiled)
 
     def losses(self, name: str, seed: int) -> list[float]:
@@ -201,8 +195,8 @@ class Bench:
         return found
 
 
-def measure(name: str, setting: Setting, args: argparse.Namespace, start: float) -> None:
-    bench = Bench(name, setting, args)
+def measure(name: str, args: argparse.Namespace, start: float) -> None:
+    bench = Bench(name, args.attention == "cudnn")
     for phase in args.phases:
         if time.perf_counter() - start > args.budget:
             print(f"{name} {phase}: left out after {args.budget} s; run it with --phases {phase}", file=sys.stderr)
@@ -217,23 +211,18 @@ def measure(name: str, setting: Setting, args: argparse.Namespace, start: float)
         write_records(args.out / "results.json", records)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn", help="of training steps")
     parser.add_argument("--budget", type=float, default=150, help="seconds after which no phase begins")
-    parser.add_argument("--tiny", action="store_true", help="small dims, for a CPU")
-    args = parser.parse_args(arguments)
-    if not args.tiny:
-        begin(args.trial)
+    args = parser.parse_args()
+    begin(args.trial)
     start = time.perf_counter()
     register(Fp8FlowMoEConfig())
     for name in args.models:
-        setting = MODELS[name]
-        if args.tiny:
-            setting = Setting(setting.family, "tiny", setting.dims | TINY, batch=2, length=32)
-        measure(name, setting, args, start)
+        measure(name, args, start)
 
 
 if __name__ == "__main__":
