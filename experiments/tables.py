@@ -209,6 +209,7 @@ def source(used: list[Record]) -> str:
 
 _MS, _QUANTIZED = "ms, forward and backward", "with quantizing the weights"
 _OURS = "titan_fp8moe"
+_TOKENS = "tokens/s per GPU", "GPU"
 _OURS_AND_MEMORY = (_OURS, "GiB, strongest", "GiB, ours")
 
 
@@ -334,10 +335,16 @@ OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.m
 _STRONGEST = "bf16_fused:checkpointing=saved,ep=1"
 
 
-@table("tokens/s per GPU", "GPU", *PEERS, *_OURS_AND_MEMORY, "spread")
-def training(records: Records) -> Rows:
+_TRAINED = r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"
+_DENSE = {name.replace("_", " "): (name,) for name in ("bf16", "float8_tensorwise", "float8_rowwise")}
+
+
+@table(*_TOKENS, *PEERS, *_OURS_AND_MEMORY, "spread", name="training", pattern=_TRAINED, columns=PEERS)
+@table(
+    *_TOKENS, *_DENSE, *_OURS_AND_MEMORY, "spread", name="dense", pattern=r"train_llama3_\w+(.*=\S+)?", columns=_DENSE
+)
+def training(records: Records, pattern: str, columns: dict[str, tuple[str, ...]]) -> Rows:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
-    pattern = r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"
     for name, shape in records.named(pattern, "bf16", _STRONGEST):
         if OTHER_SETTINGS.search(shape):
             continue
@@ -346,7 +353,7 @@ def training(records: Records) -> Rows:
             if not speed.keys() & {"bf16", "torchao", "torchao_whole", _STRONGEST}:
                 continue  # other checkpointing, which has a table of its own
             run = Pair(speed, memories.get(first(speed)["command"], {}))
-            peers = [best(speed, names) for names in PEERS.values()]
+            peers = [best(speed, names) for names in columns.values()]
             cells = [f"{cell(speed, peer)} {option(peer)}".strip() for peer in peers]
             title = joined(setting(shape), name.partition(" ")[2])
             yield [title, card(first(speed)), *cells, *run.over_strongest(peers), spread(speed)]
@@ -361,7 +368,7 @@ TITAN03 = {
 }
 
 
-@table("tokens/s per GPU", "GPU", *TITAN03.values(), *_OURS_AND_MEMORY)
+@table(*_TOKENS, *TITAN03.values(), *_OURS_AND_MEMORY)
 def titan03(records: Records) -> Rows:
     """Training under torchtitan 0.3, one row for each setting, options of ours, card and commit; several GPUs last."""
     places = records.named(r"train_\S+_titan03( \S+=\S+)*")
@@ -372,19 +379,6 @@ def titan03(records: Records) -> Rows:
             title = joined(setting(shape, ", flex", ", forced routing"), *name.split()[1:])
             cells = [cell(found.speed, peer) for peer in TITAN03]
             yield [title, gpu, *cells, *found.over_strongest(TITAN03)]
-
-
-DENSE = "bf16", "float8_tensorwise", "float8_rowwise"
-
-
-@table("tokens/s, GiB reserved", "FP8", *(name.replace("_", " ") for name in DENSE), *_OURS_AND_MEMORY, "spread")
-def dense(records: Records) -> Rows:
-    """Tokens/s and GiB of dense models, a row for the modules that are FP8."""
-    for name, shape in records.named(r"train_llama3_\w+( linear_fqns=\S+)?"):
-        run = records.pair(name, shape)
-        fp8 = "FFNs and linears of attention" if "linear_fqns" in name else "FFNs"
-        title = setting(shape, ", activation_checkpoint.mode=none")
-        yield [title, fp8, *(run.cell(peer) for peer in DENSE), *run.over_strongest(DENSE), spread(run.speed)]
 
 
 @table("s", *(f"{who}{what}" for who in ("bf16", _OURS) for what in ("", ", from the launch")), "spread")
@@ -453,13 +447,8 @@ def layer(shape: str) -> str:
 
 def by_model(shapes: list[str]) -> list[str]:
     """The shapes of a model together, those of more tokens first."""
-    models = list(dict.fromkeys(shape.split(",")[0] for shape in shapes))
-
-    def order(shape: str) -> tuple[int, int, int]:
-        model, experts, tokens = shape.split(", ")[:3]
-        return models.index(model), -int(experts.split()[0]), -int(tokens.split()[0])
-
-    return sorted(shapes, key=order)
+    models = [shape.split(",")[0] for shape in shapes]
+    return sorted(shapes, key=lambda shape: (models.index(shape.split(",")[0]), -int(shape.split(", ")[2].split()[0])))
 
 
 _BF16_LAYERS = {"bf16": "torchtitan's bf16", "bf16 whole": "bf16, one graph", "bf16 fused": "bf16, fused"}
@@ -512,7 +501,7 @@ _TRANSFORMERS = "model, figure", "GPU", "bf16", "`fp8_flow`"
 @table(*_TRANSFORMERS, name="transformers", one_token=False)
 def transformers(records: Records, one_token: bool) -> Rows:
     for name, shape in sorted(records.named("transformers_(qwen3|deepseek_v3)"), reverse=True, key=lambda of: of[0]):
-        if ("forward of one token" in shape) != one_token or "frozen" in shape:
+        if ("forward of one token" in shape) != one_token:
             continue
         for reference, r in records.of(name, shape).items():
             loss = r["unit"] == "nats"

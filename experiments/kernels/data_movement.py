@@ -219,28 +219,18 @@ def device_copy(moved: int = 1 << 31) -> float:
     return gb_per_s(2 * size(source), lambda: target.copy_(source))
 
 
-def records(layer: Layer, routing: str, case: Case, speeds: dict[str, float]) -> list[dict]:
-    """A record for each reference; ``speeds`` are GB/s of the bytes that the case moves, ours first."""
-    shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
-    shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
-    fields = {"layer": layer.name, "rows": layer.R, "E": layer.E, "routing": routing}
-    fields |= {"microseconds": round(case.bytes / speeds["ours"] * 1e-3, 1)}
-    return [
-        record(case.name, shape, "GB/s", speeds["ours"], reference, speed, **fields)
-        for reference, speed in speeds.items()
-        if reference != "ours"
-    ]
-
-
 def measure(layer: Layer) -> Iterator[dict]:
+    """Records in GB/s of the bytes that each case moves."""
     copy = device_copy()
-    print(f"copy {copy:.0f} GB/s\n{'':48}{'GB/s':>6}{'of copy':>9}{'µs':>8}")
     for routing, case in cases(layer):
-        value = gb_per_s(case.bytes, case.run)
-        title = f"{layer.name} {layer.R}x{layer.D} E{layer.E} {case.name} {routing}"
-        print(f"{title:48}{value:6.0f}{value / copy:9.1%}{case.bytes / value * 1e-3:8.1f}", flush=True)
-        speeds = {"ours": value, "copy": copy, "copy of as many bytes": device_copy(case.bytes)}
-        yield from records(layer, routing, case, speeds)
+        speed = gb_per_s(case.bytes, case.run)
+        shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
+        shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
+        microseconds = round(case.bytes / speed * 1e-3, 1)
+        print(f"{case.name}, {shape}: {speed:.0f} GB/s, {speed / copy:.1%} of a copy, {microseconds} µs", flush=True)
+        fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=routing, microseconds=microseconds)
+        for reference, other in (("copy", copy), ("copy of as many bytes", device_copy(case.bytes))):
+            yield record(case.name, shape, "GB/s", speed, reference, other, **fields)
 
 
 if __name__ == "__main__":
