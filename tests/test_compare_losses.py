@@ -59,3 +59,15 @@ def test_runs_are_paired_by_seed(compare):
     status, output = compare(runs)
     assert status == 0 and "yardstick: bf16 differs from itself by up to 10.00% in the mean" in output
     assert "fp8 in the mean of the last quarter: +0.20% ± 0.25% (95%, 3 runs)" in output  # 4.303 * 0.1% / sqrt(3)
+
+
+@pytest.mark.parametrize("seed", ["", "-s2"])
+def test_bf16_with_one_bit_changed_is_a_baseline(compare, seed):
+    """Of its seed's run, not of the first. pairs.sh and quickstart.sh name it alike."""
+    runs = {"bf16-s1": [5.0] * 40} if seed else {}
+    runs |= {f"bf16{seed}": [4.0] * 40, f"bf16_bit{seed}": [4.12] * 40, f"fp8{seed}": [4.02] * 40}
+    status, output = compare(runs)
+    assert status == 0 and ("+3.000%" in output) and output.count("baseline\n") == len(runs) - 1
+    most = "20.00%" if seed else "3.00%"
+    assert f"yardstick: bf16 differs from itself by up to {most}" in output
+    assert f"fp8 differs from bf16{seed} by +0.50% in the mean" in output

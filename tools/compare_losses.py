@@ -3,8 +3,9 @@
     python tools/compare_losses.py --run bf16=outputs/bf16 --run fp8=outputs/fp8 --tolerance 0.01 --out curves.png
 
 A run is a folder of TensorBoard or W&B, also offline. Of a step that a restart logged twice the later value counts.
-Runs named like the first before ``-s`` are baselines: bf16-s1, bf16-s2. The reference of another run is the baseline of
-its seed, or the first. The relative deviation of smoothed losses at the last common step decides.
+Runs named like the first before ``-s`` are baselines: bf16-s1, bf16-s2, and bf16_bit-s1 with one bit of a weight
+changed. The reference of a run is the baseline of its seed, or the first. The relative deviation of smoothed losses at
+the last common step decides.
 
 Exit status: 0 within the tolerance, 1 if a run is not or has a loss that is not finite, 2 if they cannot be compared.
 """
@@ -211,13 +212,14 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
 
 def report(runs: list[Run], window: int, tolerance: float, out: Path) -> bool:
     """Prints the table and what is wrong, and draws the figure. Returns whether something is."""
-    recipe = {run.name: run.name.partition("-s")[0] for run in runs}
+    parts = {run.name: run.name.partition("-s") for run in runs}
+    recipe = {name: part[0].removesuffix("_bit") for name, part in parts.items()}
     baselines = {run.name: run for run in runs if recipe[run.name] == recipe[runs[0].name]}
     deviations = {}
     for run in runs[1:]:
-        seed = run.name.removeprefix(recipe[run.name])
-        paired = runs[0] if run.name in baselines else baselines.get(recipe[runs[0].name] + seed, runs[0])
-        deviations[run.name] = compare(run, paired, window)
+        _, dash, seed = parts[run.name]
+        paired = baselines.get(f"{recipe[runs[0].name]}{dash}{seed}", runs[0])
+        deviations[run.name] = compare(run, runs[0] if paired is run else paired, window)
     judged = {run.name: None if run.name in baselines else deviations[run.name] for run in runs}
     wrong = {run.name: list(failures(run, judged[run.name], tolerance)) for run in runs}
     results = {n: "FAIL" if wrong[n] else "baseline" if n in baselines else "ok" for n in wrong}

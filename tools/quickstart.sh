@@ -102,10 +102,10 @@ train() {  # name, module, overrides
 }
 
 train "$baseline" torchtitan.train --fp8_flow_moe.filter_fqns layers "$@"
-train "$baseline-s0-one-bit" tools.one_bit --fp8_flow_moe.filter_fqns layers "$@"
+train "${baseline}_bit" tools.one_bit --fp8_flow_moe.filter_fqns layers "$@"
 train fp8_flow torchtitan.train "$@"
 status=0 runs=()
-for name in "$baseline" "$baseline-s0-one-bit" fp8_flow; do runs+=(--run "$name=$OUT/$name"); done
+for name in "$baseline" "${baseline}_bit" fp8_flow; do runs+=(--run "$name=$OUT/$name"); done
 rm -f "$OUT/curves.png"
 python3 tools/compare_losses.py "${runs[@]}" --smooth $(((STEPS + 3) / 4)) --tolerance 0.01 --out "$OUT/curves.png" \
     2>&1 >"$OUT/table.txt" | alive "drawing the curves" || status=$?
