@@ -105,7 +105,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Adds ``records`` to the list in ``path``, one per line.
+    """Prints ``records``, and adds them to the list in ``path``, one per line.
 
     They get the fields of :func:`environment` that they lack, and replace records of the same name, shape, reference
     and hardware.
@@ -116,6 +116,9 @@ def write_records(path: Path, records: list[dict]) -> None:
 
     env = environment()
     new = {key(record): record for record in (env | record for record in records)}
+    for r in new.values():
+        over = r["reference"] and f", {r['speedup']:.3f}x of {r['reference']}"
+        print(f"{r['name']}, {r['shape']}: {r['value']:.5g} {r['unit']}{over}", flush=True)
     old = json.loads(path.read_text()) if path.exists() else []
     kept = [record for record in old if key(record) not in new]
     write_list(path, kept + list(new.values()))

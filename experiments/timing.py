@@ -158,14 +158,6 @@ def tflops(times: dict[str, dict[str, float]], products: int) -> dict[str, dict[
     return {state: {name: 2e-9 * products / ms for name, ms in of.items()} for state, of in times.items()}
 
 
-def show(title: str, figures: dict[str, dict[str, float]], unit: str = "ms") -> None:
-    """Prints the figures of each candidate, a column for each state."""
-    print(f"\n{title}; {unit} {', '.join(figures)}")
-    for name in next(iter(figures.values())):
-        row = (of_state.get(name, math.nan) for of_state in figures.values())
-        print(f"  {name:28}" + "".join(f"{figure:8.{0 if '/s' in unit else 2}f}" for figure in row), flush=True)
-
-
 def state_records(
     name: str,
     shape: str,

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import provenance
+from experiments import provenance, records
 from experiments.provenance import environment
 from experiments.records import write_records
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
     path = tmp_path / "results.json"
-    record = dict(name="a", shape="s", reference="r", value=1)
+    record = records.record("a", "s", "ms", 1, "r", 2)
     write_records(path, [record])
     with monkeypatch.context() as context:
         context.setattr("os.replace", lambda *_: sys.exit("ended here"))

@@ -226,9 +226,8 @@ def measure(layer: Layer) -> Iterator[dict]:
         speed = gb_per_s(case.bytes, case.run)
         shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
         shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
-        microseconds = round(case.bytes / speed * 1e-3, 1)
-        print(f"{case.name}, {shape}: {speed:.0f} GB/s, {speed / copy:.1%} of a copy, {microseconds} µs", flush=True)
-        fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=routing, microseconds=microseconds)
+        fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=routing)
+        fields |= dict(microseconds=round(case.bytes / speed * 1e-3, 1))
         for reference, other in (("copy", copy), ("copy of as many bytes", device_copy(case.bytes))):
             yield record(case.name, shape, "GB/s", speed, reference, other, **fields)
 

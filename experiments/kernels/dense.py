@@ -16,9 +16,9 @@ from torchtitan.models.moe.moe import FeedForward
 
 from experiments.kernels.problem import BF16, UNIT, Step, leaf
 from experiments.records import measure_each
-from experiments.reference import largest_error
+from experiments.reference import require_agreement
 from experiments.throughput.layer import DEVICE, compile_whole
-from experiments.timing import CUDA, median_ms, show, state_records
+from experiments.timing import CUDA, median_ms, state_records
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
 from titan_fp8moe.recipe import padded
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
@@ -108,9 +108,9 @@ def measure(name: str) -> list[dict]:
     configs = {OURS: Fp8FlowMoEConfig(), KEPT: Fp8FlowMoEConfig(cache_weights=True), REFERENCE: None}
     steps = {who: step_of(linears(sizes, config), widths, sizes.M) for who, config in configs.items()}
     steps |= {who: step_of(ffn(sizes, who == FFN), widths[:1], sizes.M) for who in (FFN, REFERENCE_FFN)}
-    apart = max(largest_error(steps[a](), steps[b]()) for a, b in ((OURS, REFERENCE), (FFN, REFERENCE_FFN)))
+    for ours, reference in ((OURS, REFERENCE), (FFN, REFERENCE_FFN)):
+        require_agreement(steps[ours](), steps[reference]())
     times, bound = median_ms(steps), roofline(sizes)
-    show(f"{name}, {apart:.3f} apart, roofline {bound:.2f}x", times)
     shape, found = f"{name}, D {sizes.D}, H {sizes.H}", []
     for kind, ours in (("dense_linears", OURS), ("dense_linears, weights kept", KEPT)):
         for r in state_records(kind, shape, times, ours, [REFERENCE], UNIT):

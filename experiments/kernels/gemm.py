@@ -23,7 +23,7 @@ from torch import Tensor
 from experiments.kernels import deepgemm
 from experiments.kernels.problem import BF16
 from experiments.records import begin, other_torch, script_parser, within, write_records
-from experiments.timing import group_ends, median_ms, show, state_records, tflops
+from experiments.timing import group_ends, median_ms, state_records, tflops
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 
@@ -78,7 +78,6 @@ def measure(case: tuple) -> list[dict]:
     candidates = make(M, N, K, offsets_E)
     speeds = tflops(median_ms(candidates, busy_sms=True), M * N * K)
     shape = ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
-    show(shape, speeds, UNIT)
     if make is not wgrad_gemm:
         return state_records("grouped_mm", shape, speeds, "ours", (*PEERS, "deepgemm"), UNIT)
     found = state_records("grouped_mm_wgrad", shape, speeds, "ours", PEERS, UNIT)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from experiments.kernels.problem import BF16, UNIT, Step, compiled_step, leaf
 from experiments.records import measure_each
-from experiments.reference import largest_error
+from experiments.reference import require_agreement
 from experiments.throughput.layer import DEVICE
-from experiments.timing import median_ms, show, state_records
+from experiments.timing import median_ms, state_records
 from titan_fp8moe import grouped_ffn, grouped_mm, ops
 from titan_fp8moe.recipe import row_capacity
 
@@ -88,11 +88,9 @@ def measure(name: str) -> list[dict]:
         BF16_MM: problem.three(torch._grouped_mm),
         MOVES: problem.moves(),
     }
-    apart = largest_error(steps[OURS](), steps[BF16_MM]())
+    require_agreement(steps[OURS](), steps[BF16_MM]())
     shape = f"{name}, {problem.sizes.M} rows, {problem.sizes.E} experts"
-    times = median_ms(steps)
-    show(f"{shape}, {apart:.3f} apart", times)
-    return state_records("grouped_ffn", shape, times, OURS, [BF16_MM, PRODUCTS], UNIT, moves=MOVES)
+    return state_records("grouped_ffn", shape, median_ms(steps), OURS, [BF16_MM, PRODUCTS], UNIT, moves=MOVES)
 
 
 if __name__ == "__main__":

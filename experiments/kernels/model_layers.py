@@ -18,9 +18,9 @@ from torch import Tensor
 
 from experiments.kernels.problem import BF16, UNIT, Inputs, Sizes, Step, compiled_step, leaf
 from experiments.records import measure_each
-from experiments.reference import largest_error
+from experiments.reference import require_agreement
 from experiments.throughput.fused_bf16 import fused_experts
-from experiments.timing import median_ms, show, state_records
+from experiments.timing import median_ms, state_records
 from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.spec import ExpertSpec
@@ -111,11 +111,9 @@ def measure(name: str) -> list[dict]:
     steps = {OURS: problem.ours(spec), FUSED: problem.fused()}
     if spec.activation == "clamped_swiglu":
         steps[SWIGLU] = problem.ours(spec._replace(activation="swiglu", parameters=()))
-    apart = largest_error(steps[OURS](), steps[FUSED]())
+    require_agreement(steps[OURS](), steps[FUSED]())
     shape = f"{name}, {model.sizes.rows(model.tokens)}"
-    times = median_ms(steps)
-    show(f"{shape}, {apart:.3f} apart", times)
-    return state_records(f"layer_{name}", shape, times, OURS, [FUSED, SWIGLU], UNIT)
+    return state_records(f"layer_{name}", shape, median_ms(steps), OURS, [FUSED, SWIGLU], UNIT)
 
 
 if __name__ == "__main__":

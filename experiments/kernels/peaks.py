@@ -12,7 +12,7 @@ import torch
 
 from experiments.kernels.problem import BF16
 from experiments.records import measure_each, record
-from experiments.timing import median_ms, show, state_records, tflops
+from experiments.timing import median_ms, state_records, tflops
 from titan_fp8moe import ops, recipe
 
 SHAPES = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (32768, 4096, 7168), (8192, 16384, 16384)]
@@ -41,12 +41,10 @@ def measure(shape: tuple[int, int, int] | None) -> list[dict]:
     """Records of a product, or of the copy."""
     if shape is None:
         speeds = {state: {"copy": 2e-6 * COPY_BYTES / of["copy"]} for state, of in median_ms({"copy": copy()}).items()}
-        show("device copy", speeds, "GB/s")
         found = [(f"{COPY_BYTES} bytes, {state}", of["copy"]) for state, of in speeds.items()]
         return [record("peak copy", shape, "GB/s", speed, "", None) for shape, speed in found]
     (M, N, K), title = shape, "M {}, N {}, K {}".format(*shape)
     speeds = tflops(median_ms(products(M, N, K)), M * N * K)
-    show(title, speeds, "TFLOP/s")
     return state_records("peak product", title, speeds, "ours", PEERS, "TFLOP/s")
 
 

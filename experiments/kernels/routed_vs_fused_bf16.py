@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.kernels.problem import BF16, UNIT, Problem, Sizes, Step, check, step_of
 from experiments.records import measure_each
 from experiments.throughput.fused_bf16 import fused_experts
-from experiments.timing import median_ms, show, state_records
+from experiments.timing import median_ms, state_records
 
 SHAPES = {  # sizes, tokens
     "Qwen3-Next, 512 experts": (Sizes(2048, 512, 512, 10), 16384),
@@ -52,12 +52,11 @@ def measure(case: tuple[str, tuple[Sizes, int]]) -> list[dict]:
     problem = Problem(sizes, tokens)
     steps = {CACHED: problem.ours("both"), OURS: problem.ours(), FUSED: fused(problem)}
     steps |= {name: problem.ours(kept, MICROBATCHES) for kept, name in ACCUMULATED.items()}
-    apart = check(steps[OURS], steps[FUSED])
+    check(steps[OURS], steps[FUSED])
     shape = f"{name}, {sizes.rows(tokens)}"
     times = median_ms(steps)
     for ms in times.values():
         ms.update({name: ms[name] / MICROBATCHES for name in ACCUMULATED.values()})
-    show(f"{shape}, {apart:.3f} apart", times)
     found = state_records("routed_vs_fused_bf16", shape, times, OURS, [FUSED], UNIT, weights_cached=CACHED)
     for candidate in ACCUMULATED.values():
         name = f"routed_vs_fused_bf16, {candidate.removeprefix('ours, ')}"

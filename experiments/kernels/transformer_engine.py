@@ -32,7 +32,7 @@ from torch import Tensor
 from experiments.kernels.problem import BF16, UNIT, Problem, Step, check
 from experiments.kernels.sonicmoe import sizes_of
 from experiments.records import measure_each
-from experiments.timing import BACK_TO_BACK, busy_ms, median_ms, show, state_records
+from experiments.timing import BACK_TO_BACK, busy_ms, median_ms, state_records
 
 SHAPES = (("16B", 16384), ("16B", 6144), ("Qwen3-30B", 16384))
 OURS, NAME = "ours", "routed_experts_te"
@@ -133,7 +133,7 @@ def candidates(problem: Problem) -> dict[str, Step]:
         if options["native"] and not options["one_weight"] and problem.sizes.E > NATIVE_WEIGHTS:
             continue
         layer = Layer(problem, **options)
-        print(f"{peer}: {check(steps[OURS], layer.results):.3f} apart", flush=True)
+        check(steps[OURS], layer.results)
         steps |= {peer: layer.step, peer + KEPT: layer.microbatches}
     return steps
 
@@ -147,7 +147,6 @@ def measure(case: tuple[str, int]) -> list[dict]:
     times = median_ms(steps)
     times[GPU_BUSY] = {name: busy_ms(steps[name]) for name in times[BACK_TO_BACK]}
     shape, found = f"{model}, {sizes.E} experts per GPU, {tokens} tokens", []
-    show(f"{shape}, of a step", times)
     for kept, count in {"": 1, KEPT: MICROBATCHES}.items():
         each = {
             state: {who: ms[who + kept] / count for who in (OURS, *PEERS) if who + kept in ms}

@@ -164,7 +164,6 @@ def losses(setting: Setting) -> list[dict]:
             found[name] = torch.stack([trainer.step(tokens) for tokens in batches]).tolist()
         last = {name: statistics.mean(values[-10:]) for name, values in found.items()}
         shape = f"{setting.shape}, loss after {TRAINED_STEPS} steps, seed {seed}"
-        print(f"{shape}: first {found[OURS][0]:.4f}, last {last}", flush=True)
         more = dict(losses=found[OURS], reference_losses=found[BF16])
         records.append(record(RECORD, shape, "nats", last[OURS], BF16, last[BF16], **more))
     return records

@@ -59,7 +59,6 @@ def main() -> None:
         runs = [errors(seed, binades) for seed in range(SEEDS)]
         for name in runs[0]:
             values, once = ([run[key] for run in runs] for key in (name, f"once: {name.partition(': ')[2]}"))
-            print(f"{data:22}{name:36}{median(values):8.4f}{min(values):8.4f}{max(values):8.4f}")
             name, shape = f"double_rounding {name}, {data}", f"{TOKENS} x {DIM} x {DIM}"
             found = record(name, shape, "relative error", median(values), "once", median(once))
             records.append(found | {"smallest": min(values), "largest": max(values)})

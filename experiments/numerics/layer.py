@@ -126,12 +126,6 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
     return table
 
 
-def show(title: str, rows: dict[str, list[float]]) -> None:
-    print(f"\n{title}\n{'':32}" + "".join(f"{t:>10}" for t in TENSORS))
-    for name, errors in rows.items():
-        print(f"{name:32}" + "".join(f"{e:10.4f}" for e in errors))
-
-
 def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference: str) -> list[dict]:
     return [
         record(f"{kind} {tensor}: {name}", shape, "relative error", error, reference, of_reference)
@@ -150,10 +144,8 @@ def main() -> None:
         size = dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
     shape = " ".join(f"{k} {v}" for k, v in size.items())
     rows = activation_table(device, size)
-    show(f"relative error against fp32 by activation, {shape}", rows)
     records = layer_records("activation_error", shape, rows, "swiglu, h in bf16")
     rows = layer_table(device, size)
-    show(f"relative error against the fp32 layer, {shape}", rows)
     records += layer_records("layer_error", shape, rows, "bf16")
     write_records(args.out / "results.json", records)
 

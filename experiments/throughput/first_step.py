@@ -59,7 +59,6 @@ def main() -> None:
     results: list[dict] = []
     for variant, seed in drawn(args.variants, args.seeds):
         results.append(measure(variant, args, seed))
-        print(results[-1], flush=True)
         write_records(args.out / "results.json", records(results, record_model(args), shape, MEASURED))
     if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
         sys.exit(f"error: runs failed: {'; '.join(failed)}")

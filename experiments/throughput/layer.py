@@ -213,8 +213,6 @@ def measure(name: str, tokens: int, fp32: bool, variants: dict[str, Variant]) ->
     if "bf16" in times:
         bytes_saved = [bench.saved_bytes(each) for each in ("fp8", "bf16")]
         found.append(record("moe_layer saved", label, "bytes per token", bytes_saved[0], "bf16", bytes_saved[1]))
-    for r in found:
-        print(f"{label}: {r['name']}, {r['reference']}: {r['value']:.3f} {r['unit']} ({r['speedup']:.2f}x)", flush=True)
     torch._dynamo.reset()
     return found
 

@@ -205,9 +205,6 @@ def measure(name: str, args: argparse.Namespace, start: float) -> None:
         bench.model.set_experts_implementation(NAME)
         for r in records:
             r["experts_in_fp8"] = len(converted(bench.model))
-            line = f"{r['shape']}: {r['value']:,.4f} {r['unit']}, {r['reference']} {r['reference_value']:,.4f}"
-            peaks = f", {r['peak_gib']:.1f} / {r['reference_peak_gib']:.1f} GiB" if "peak_gib" in r else ""
-            print(f"{name}, {line} ({r['speedup']:.3f}x){peaks}", flush=True)
         write_records(args.out / "results.json", records)
 
 
