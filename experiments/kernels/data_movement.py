@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.kernels.problem import BF16
 from experiments.records import measure_each, record
 from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
@@ -24,6 +23,7 @@ from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
 
+BF16 = torch.bfloat16
 SWIGLU = ExpertSpec()
 
 
@@ -50,6 +50,7 @@ class Case(NamedTuple):
     """``run`` moves at least ``bytes``."""
 
     name: str
+    routing: str  # "" where it has no effect
     bytes: int
     run: Callable[[], object]
 
@@ -66,12 +67,12 @@ def quantize_cases(layer: Layer) -> Iterator[Case]:
     """Rows in groups, with the flag that training has for NaNs; one group as a shared expert or dense FFN has it, with
     the scales in both layouts; both layouts of gate and up."""
     x, flag = randn(layer.R, layer.D), torch.zeros(16, dtype=torch.uint8, device="cuda")
-    yield Case("quantize", size(x, *quantize.quantize_rows(x)), partial(quantize.quantize_rows, x, flag))
+    yield Case("quantize", "", size(x, *quantize.quantize_rows(x)), partial(quantize.quantize_rows, x, flag))
     run = partial(quantize.quantize_group, x)
-    yield Case("quantize_group", size(x, *run()), run)
+    yield Case("quantize_group", "", size(x, *run()), run)
     w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
     run = partial(quantize.quantize_weight, w13, True, True)
-    yield Case("weight_quantize", size(*w13, *run()), run)
+    yield Case("weight_quantize", "", size(*w13, *run()), run)
 
 
 class Routing(NamedTuple):
@@ -111,7 +112,7 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
     return q, recipe.column_major(scale)
 
 
-def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]]:
+def transpose_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     """Cases with x in expert order, and with x in the order of dispatched tokens."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
     tokens, offsets_E = dispatched(layer, routing), routing.offsets_E
@@ -120,9 +121,9 @@ def transpose_cases(layer: Layer, routing: Routing) -> Iterator[tuple[str, Case]
     gathered = size(*tokens) + live(routing, *dy, routing.token_M) + written
     for mode in ("balanced", "scaling_aware"):
         in_order = partial(transpose.transpose_pair, *x, *dy, offsets_E, mode)
-        yield "", Case(f"transpose_{mode}", live(routing, *x, *dy) + written, in_order)
+        yield Case(f"transpose_{mode}", "balanced", live(routing, *x, *dy) + written, in_order)
         by_token = partial(transpose.transpose_pair, *tokens, *dy, offsets_E, mode, routing.token_M)
-        yield ", x by token", Case(f"transpose_{mode}", gathered, by_token)
+        yield Case(f"transpose_{mode}", "balanced, x by token", gathered, by_token)
 
 
 def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
@@ -132,11 +133,11 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     for kind, save_h in (("", False), (" save_h=fp8", True)):
         forward = partial(swiglu.swiglu_quantize, h, score, offsets_E, SWIGLU, save_h)
         outputs = forward() if save_h else forward()[:2]
-        yield Case(f"swiglu{kind}", live(routing, h, score, *outputs), forward)
+        yield Case(f"swiglu{kind}", "balanced", live(routing, h, score, *outputs), forward)
         saved = outputs[2:] if save_h else (h, None)
         backward = partial(swiglu.swiglu_quantize_backward, d, *saved, score, offsets_E, SWIGLU, True)
         moved = live(routing, d, *(t for t in saved if t is not None), score, *backward())
-        yield Case(f"swiglu_backward{kind}", moved, backward)
+        yield Case(f"swiglu_backward{kind}", "balanced", moved, backward)
 
 
 def dispatched(layer: Layer, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -153,13 +154,6 @@ def dispatched(layer: Layer, routing: Routing) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def routing_case(layer: Layer, routing: Routing) -> Case:
-    """Index maps from choices."""
-    ids, scores = routing.ids_TK, routing.scores_TK
-    run = partial(routing_kernels.expert_routing, ids, scores, layer.E, routing.token_M.shape[0])
-    return Case("expert_routing", size(ids, scores, *run()), run)
-
-
 def dispatch_cases(layer: Layer) -> Iterator[Case]:
     """Routing over all ranks, then the payload that a rank sends: values, scales, ids and scores."""
     T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
@@ -168,45 +162,41 @@ def dispatch_cases(layer: Layer) -> Iterator[Case]:
     route = partial(routing_kernels.dispatch_routing, ids, layer.ranks, layer.E)
     sent_TK, token_C, counts_N = route()
     token_C = token_C[: int(counts_N[:, 0].sum())]
-    yield Case("dispatch_routing", size(ids, sent_TK, token_C, counts_N), route)
+    yield Case("dispatch_routing", "", size(ids, sent_TK, token_C, counts_N), route)
     q, scale = quantize.quantize_rows(x)
     pack = partial(pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E)
     moved = size(q, scale, token_C, sent_TK, ids, scores, pack())
-    yield Case("pack_dispatch", moved, pack)
+    yield Case("pack_dispatch", "", moved, pack)
 
 
-def permute_case(layer: Layer, routing: Routing) -> Case:
+def permute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
+    """Index maps from choices; rows in expert order; sums in bf16, which are the layer's output for own tokens and the
+    combine payload for those of other ranks. In a backward also the score gradients."""
+    ids, scores, row_TK, token_M, R = routing.ids_TK, routing.scores_TK, routing.row_TK, routing.token_M, routing.R
+    run = partial(routing_kernels.expert_routing, ids, scores, layer.E, token_M.shape[0])
+    yield Case("expert_routing", "balanced", size(ids, scores, *run()), run)
     q, scale = dispatched(layer, routing)
-    args = (q, scale, routing.row_TK, routing.token_M, routing.offsets_E)
-    moved = size(q, scale, routing.row_TK) + live(routing, routing.token_M, *permute.permute_rows(*args))
-    return Case("permute", moved, partial(permute.permute_rows, *args))
-
-
-def unpermute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
-    """Sums in bf16: the layer's output for own tokens, the combine payload for those of other ranks. In a backward also
-    the score gradients."""
-    y, row_TK, R = randn(routing.token_M.shape[0], layer.D), routing.row_TK, routing.R
-    ds_M = torch.rand(y.shape[0], device="cuda")
+    run = partial(permute.permute_rows, q, scale, row_TK, token_M, routing.offsets_E)
+    yield Case("permute", "balanced", size(q, scale, row_TK) + live(routing, token_M, *run()), run)
+    y, ds_M = randn(token_M.shape[0], layer.D), torch.rand(token_M.shape[0], device="cuda")
     forward = partial(permute.unpermute_sum, y, row_TK, BF16)
     backward = partial(permute.unpermute_gradients, y, ds_M.unsqueeze(1), row_TK, BF16)
     sums = forward()
     if layer.ranks > 1:
         forward, backward = (partial(pack_combine, y, gradients_M, row_TK) for gradients_M in (None, ds_M))
-    yield Case("unpermute", size(y[:R], row_TK, sums), forward)
+    yield Case("unpermute", "balanced", size(y[:R], row_TK, sums), forward)
     gradients = backward() if layer.ranks == 1 else [backward()]
-    yield Case("unpermute_gradients", size(y[:R], ds_M[:R], row_TK, *gradients), backward)
+    yield Case("unpermute_gradients", "balanced", size(y[:R], ds_M[:R], row_TK, *gradients), backward)
 
 
-def cases(layer: Layer) -> Iterator[tuple[str, Case]]:
-    """The cases of a layer, one at a time in memory, with their routing ("" where it has no effect)."""
-    yield from (("", case) for case in quantize_cases(layer))
+def cases(layer: Layer) -> Iterator[Case]:
+    """The cases of a layer, one at a time in memory."""
+    yield from quantize_cases(layer)
     if layer.ranks > 1:
-        yield from (("", case) for case in dispatch_cases(layer))
+        yield from dispatch_cases(layer)
     routing = route(layer)
-    yield from (("balanced" + source, case) for source, case in transpose_cases(layer, routing))
-    yield from (("balanced", case) for case in swiglu_cases(layer, routing))
-    yield from (("balanced", make(layer, routing)) for make in (routing_case, permute_case))
-    yield from (("balanced", case) for case in unpermute_cases(layer, routing))
+    for make in (transpose_cases, swiglu_cases, permute_cases):
+        yield from make(layer, routing)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
@@ -222,11 +212,11 @@ def device_copy(moved: int = 1 << 31) -> float:
 def measure(layer: Layer) -> Iterator[dict]:
     """Records in GB/s of the bytes that each case moves."""
     copy = device_copy()
-    for routing, case in cases(layer):
+    for case in cases(layer):
         speed = gb_per_s(case.bytes, case.run)
         shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
-        shape += f"ranks {layer.ranks}{routing and ', '}{routing}"
-        fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=routing)
+        shape += ", ".join(filter(None, [f"ranks {layer.ranks}", case.routing]))
+        fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=case.routing)
         fields |= dict(microseconds=round(case.bytes / speed * 1e-3, 1))
         for reference, other in (("copy", copy), ("copy of as many bytes", device_copy(case.bytes))):
             yield record(case.name, shape, "GB/s", speed, reference, other, **fields)

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from experiments.kernels import deepgemm
-from experiments.kernels.problem import BF16
 from experiments.records import begin, other_torch, script_parser, within, write_records
 from experiments.timing import group_ends, median_ms, state_records, tflops
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
 
+BF16 = torch.bfloat16
 LAYERS = [  # name, M routed rows, E local experts, D model dim, H expert hidden dim
     ("671B, 8 ranks", 32768, 32, 7168, 2048),
     ("16B, 1 rank", 98304, 64, 2048, 1408),

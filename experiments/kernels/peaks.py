@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from experiments.kernels.problem import BF16
 from experiments.records import measure_each, record
 from experiments.timing import median_ms, state_records, tflops
 from titan_fp8moe import ops, recipe
 
+BF16 = torch.bfloat16
 SHAPES = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (32768, 4096, 7168), (8192, 16384, 16384)]
 COPY_BYTES = 2**31
 PEERS = "bf16", "fp8 per tensor"
