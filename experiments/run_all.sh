@@ -6,7 +6,6 @@
 #     bash experiments/run_all.sh --gpus 4          # those of four GPUs
 #     bash experiments/run_all.sh --limit 540       # begins none that may end later; call again to go on
 #     bash experiments/run_all.sh --only layers_16b train_qwen3
-#     bash experiments/run_all.sh --deepgemm DIR    # with DeepGEMM's compiled kernels, see kernels/deepgemm.py
 #
 # No part may take ten minutes. One that is done leaves outputs/run_all/PART.done; one that was cut off goes
 # on at the next call. Remove that folder to begin again. Logs lie next to it, records in experiments/*/results.json.
@@ -15,15 +14,14 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-done_in=outputs/run_all deepgemm="" limit=1000000 list="" only="" gpus=1
+done_in=outputs/run_all limit=1000000 list="" only="" gpus=1
 while [ $# -gt 0 ]; do
     case $1 in
-    --deepgemm) deepgemm=$(realpath "$2") && shift 2 ;;
     --gpus) gpus=$2 && shift 2 ;;
     --limit) limit=$2 && shift 2 ;;
     --list) list=1 && shift ;;
     --only) shift && only="$* " && shift $# ;;
-    *) sed -n '2,15p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,14p' "$0" >&2 && exit 2 ;;
     esac
 done
 [ -z "$list" ] && mkdir -p "$done_in"
@@ -96,7 +94,7 @@ layers qwen3 300 Qwen3-235B --tokens 16384 8192
 layers qwen3_30b 300 Qwen3-30B --tokens 8192
 
 kernels data_movement 400
-kernels gemm 530 --budget 500 ${deepgemm:+--deepgemm "$deepgemm"}
+kernels gemm 530 --budget 500
 kernels routed_vs_fused_bf16 530 --budget 450
 kernels model_layers 530 --budget 400
 kernels grouped_ffn 300 --budget 200

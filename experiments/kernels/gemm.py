@@ -1,6 +1,6 @@
 """Speed of the grouped GEMMs of DeepSeek-V3's layers, next to PyTorch's, on one Hopper GPU.
 
-    python -m experiments.kernels.gemm [--deepgemm DIR] --out experiments/kernels/results.json
+    python -m experiments.kernels.gemm --out experiments/kernels/results.json
 
 A figure is TFLOP/s of the median time, back to back (where power limits the clocks), after idling, and after idling
 while another kernel occupies 16 SMs, as communication does. All runs start with a cold L2. Groups have 0.7 to 1.3 times
@@ -8,20 +8,16 @@ the average number of rows. References:
 
 * ``bf16``: ``torch._grouped_mm``.
 * ``torchao rowwise``: ``torch._scaled_grouped_mm``, torchao's, one scale per row and column, fast accumulation.
-* ``deepgemm``: with ``--deepgemm DIR``, see :mod:`experiments.kernels.deepgemm`; forwards only, whose work is equal.
 
 References launch for all SMs, so the table leaves out their figures with busy ones.
 """
 
-import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from experiments.kernels import deepgemm
-from experiments.records import begin, other_torch, script_parser, within, write_records
+from experiments.records import measure_each, other_torch
 from experiments.timing import group_ends, median_ms, state_records, tflops
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.gemm import grouped_mm as kernels
@@ -36,23 +32,20 @@ FP32, UNIT = "ours, fp32 out", "TFLOP/s"
 Candidates = dict[str, Callable[[], Tensor]]
 
 
-def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor, with_deepgemm: bool = False) -> Candidates:
+def forward_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Candidates:
     E = offsets_E.shape[0]
     x, w = torch.randn(M, K, device="cuda", dtype=BF16), torch.randn(E, N, K, device="cuda", dtype=BF16)
     (a, a_scale), (b, b_scale) = ops.quantize_rows(x), ops.quantize_weight(w)
     a_scale = recipe.column_major(a_scale)
     ones_M, ones_EN = (torch.ones(shape, device="cuda") for shape in ((M,), (E, N)))
     wT, bT = w.transpose(1, 2), b.transpose(1, 2)
-    candidates = {
+    return {
         "ours": lambda: kernels.grouped_mm(a, a_scale, b, b_scale, offsets_E, BF16),
         "bf16": lambda: torch._grouped_mm(x, wT, offs=offsets_E, out_dtype=BF16),
         "torchao rowwise": lambda: torch._scaled_grouped_mm(
             a, bT, ones_M, ones_EN, offs=offsets_E, out_dtype=BF16, use_fast_accum=True
         ),
     }
-    if with_deepgemm:
-        candidates["deepgemm"] = deepgemm.forward((a, a_scale, b, b_scale), offsets_E, candidates["ours"])
-    return candidates
 
 
 def wgrad_gemm(M: int, N: int, K: int, offsets_E: Tensor) -> Candidates:
@@ -79,18 +72,17 @@ def measure(case: tuple) -> list[dict]:
     speeds = tflops(median_ms(candidates, busy_sms=True), M * N * K)
     shape = ", ".join([layer, title, f"M {M}, E {E}, N {N}, K {K}", *other_torch()])
     if make is not wgrad_gemm:
-        return state_records("grouped_mm", shape, speeds, "ours", (*PEERS, "deepgemm"), UNIT)
+        return state_records("grouped_mm", shape, speeds, "ours", PEERS, UNIT)
     found = state_records("grouped_mm_wgrad", shape, speeds, "ours", PEERS, UNIT)
     return found + state_records("grouped_mm_wgrad_fp32", shape, speeds, FP32, ("bf16",), UNIT)
 
 
-def cases(with_deepgemm: bool) -> Iterator[tuple]:
+def cases() -> Iterator[tuple]:
     """Layer, M, E, title, GEMM, N and K of the six GEMMs of each layer."""
-    forward = functools.partial(forward_gemm, with_deepgemm=with_deepgemm)
     for layer, M, E, D, H in LAYERS:
         for title, make, N, K in (
-            ("forward 1", forward, 2 * H, D),
-            ("forward 2", forward, D, H),
+            ("forward 1", forward_gemm, 2 * H, D),
+            ("forward 2", forward_gemm, D, H),
             ("dgrad 2", forward_gemm, H, D),
             ("dgrad 1", forward_gemm, D, 2 * H),
             ("wgrad 1", wgrad_gemm, 2 * H, D),
@@ -99,16 +91,5 @@ def cases(with_deepgemm: bool) -> Iterator[tuple]:
             yield layer, M, E, title, make, N, K
 
 
-def main() -> None:
-    parser = script_parser(__doc__, out="add the records to this JSON file", budget="GEMM")
-    parser.add_argument("--deepgemm", type=Path, metavar="DIR", help="folder of DeepGEMM's compiled kernels")
-    args = parser.parse_args()
-    begin(args.trial)
-    if args.deepgemm:
-        print("DeepGEMM", deepgemm.load(args.deepgemm))
-    for case in within(args.budget, cases(args.deepgemm is not None)):
-        write_records(args.out, measure(case))
-
-
 if __name__ == "__main__":
-    main()
+    measure_each(__doc__, "GEMM", cases(), measure)
