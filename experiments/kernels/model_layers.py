@@ -2,12 +2,10 @@
 
     python -m experiments.kernels.model_layers --out experiments/kernels/results.json
 
-All candidates get the same tokens, routing, scores and bf16 weights, return all gradients but the routing's, and are
-one graph each, ``torch.compile(fullgraph=True)``. Shared experts and their gate are inside, the router is not. Ours
-quantizes its weights in each direction, as a step without gradient accumulation does. The reference is the strongest
-bf16, :func:`experiments.throughput.fused_bf16.fused_experts`, with the model's activation and, for gate and up of the
-shared experts, one GEMM. A clamp's cost is that of ours next to ours with SwiGLU. Routing is random: each expert has
-about the same number of rows.
+Candidates are one graph each. Shared experts and their gate are inside, the router is not. Ours quantizes its weights
+in each direction, as a step without gradient accumulation does. The reference is the strongest bf16,
+:func:`experiments.throughput.fused_bf16.fused_experts`, with the model's activation and, for gate and up of the shared
+experts, one GEMM. A clamp's cost is that of ours next to ours with SwiGLU.
 """
 
 from collections.abc import Callable

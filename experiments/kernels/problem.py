@@ -1,4 +1,8 @@
-"""Routed experts as this folder's scripts compare them: inputs, and steps of forward and backward."""
+"""Routed experts as this folder's scripts compare them: inputs, and steps of forward and backward.
+
+All candidates get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing.
+Routing is random: each expert has about the same number of rows.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.reference import require_agreement
-from experiments.throughput.layer import DEVICE, compile_whole
+from experiments.throughput.layer import DEVICE, MODELS, compile_whole
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 
 BF16 = torch.bfloat16
@@ -24,8 +28,14 @@ class Sizes(NamedTuple):
     K: int
 
     def rows(self, tokens: int) -> str:
-        """How a record's shape names the sizes' effect: with random routing all experts have about as many rows."""
+        """Of a record's shape."""
         return f"{tokens} tokens, {tokens * self.K // self.E} rows per expert"
+
+
+def layer_of(model: str, tokens: int) -> tuple[Sizes, str]:
+    """A model's sizes and a record's shape."""
+    D, H, K, _, E, _ = MODELS[model]
+    return Sizes(D, H, E, K), f"{model}, {E} experts per GPU, {tokens} tokens"
 
 
 def leaf(*shape: int, std: float = 1.0) -> Tensor:

@@ -2,9 +2,8 @@
 
     python -m experiments.kernels.sonicmoe --out experiments/kernels/results.json
 
-Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing. Routing is
-random: each expert has about the same number of rows. SonicMoE runs on two paths, the one that its authors time and the
-one for any routing; the faster is the reference. Its packages are not among this project's requirements:
+SonicMoE runs on two paths, the one that its authors time and the one for any routing; the faster is the reference. Its
+packages are not among this project's requirements:
 
     pip install --no-deps sonic-moe==0.1.2.post1 quack-kernels==0.3.11 nvidia-cutlass-dsl==4.4.2 \\
         nvidia-cutlass-dsl-libs-base==4.4.2 apache-tvm-ffi==0.1.15.post2 torch-c-dlpack-ext==0.1.5
@@ -18,18 +17,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from experiments.kernels.problem import UNIT, Problem, Sizes, Step, check
+from experiments.kernels.problem import UNIT, Problem, Step, check, layer_of, step_of
 from experiments.records import measure_each
-from experiments.throughput.layer import MODELS
 from experiments.timing import median_ms, state_records
 
 SHAPES, TOKENS = ("16B", "Qwen3-30B", "GLM-4.5-Air", "Kimi-K2"), (8192, 16384)
 OURS, CACHED, PEER, GENERAL = "ours, weights quantized", "ours", "sonicmoe", "sonicmoe, any routing"
-
-
-def sizes_of(model: str) -> Sizes:
-    layer = MODELS[model]
-    return Sizes(layer.D, layer.H, layer.experts, layer.top_k)
 
 
 class SonicMoE(Problem):
@@ -45,18 +38,16 @@ class SonicMoE(Problem):
         w13, w2 = self.fused_weights()
         w13 = interleave(w13.detach()).requires_grad_()
         E, (T, K), ids = w2.shape[0], self.ids.shape, self.ids.int()
-        leaves = [self.x, self.scores, w13, w2]
 
-        def step() -> list[Tensor]:
+        def layer(x: Tensor) -> Tensor:
             lengths = (E, E + 1, T * K, T * K, T * K)
             count, offset, *order = (torch.empty(n, dtype=torch.int32, device="cuda") for n in lengths)
             TC_topk_router_metadata_triton(ids, E, count, offset, *order)
             route = *order, None, False, ActivationType.SWIGLU
-            a, h = _UpProjection.apply(self.x, w13.permute(1, 2, 0), None, offset, T * K, K, *route, False, False)
-            out = _DownProjection.apply(a, h, w2.permute(1, 2, 0), None, self.scores, offset, T, K, *route)
-            return [out, *torch.autograd.grad(out, leaves, self.dout)]
+            a, h = _UpProjection.apply(x, w13.permute(1, 2, 0), None, offset, T * K, K, *route, False, False)
+            return _DownProjection.apply(a, h, w2.permute(1, 2, 0), None, self.scores, offset, T, K, *route)
 
-        return step
+        return step_of(layer, self.x, [self.scores, w13, w2], self.dout)
 
     def any_routing(self) -> Step:
         """The path for any routing, on weights with gate first."""
@@ -68,17 +59,16 @@ class SonicMoE(Problem):
         token = torch.arange(T, device="cuda", dtype=torch.int32).repeat_interleave(K)
         expert = self.ids.flatten().int()
         stream = torch.cuda.current_stream().cuda_stream
-        leaves = [self.x, self.scores, w13, w2]
 
-        def step() -> list[Tensor]:
+        def layer(x: Tensor) -> Tensor:
             weights = w13.permute(1, 2, 0), None, w2.permute(1, 2, 0), None
             out, _ = moe_general_routing_inputs(
-                *(self.x, self.scores.flatten(), token, expert, *weights, E, stream, ActivationType.SWIGLU),
+                *(x, self.scores.flatten(), token, expert, *weights, E, stream, ActivationType.SWIGLU),
                 concat_layout=True,
             )
-            return [out, *torch.autograd.grad(out, leaves, self.dout)]
+            return out
 
-        return step
+        return step_of(layer, self.x, [self.scores, w13, w2], self.dout)
 
 
 def interleave(w13: Tensor) -> Tensor:
@@ -97,12 +87,10 @@ def gate_first(step: Step) -> Step:
 
 
 def measure(case: tuple[str, int]) -> list[dict]:
-    model, tokens = case
-    sizes = sizes_of(model)
-    problem = SonicMoE(sizes, tokens)
+    sizes, shape = layer_of(*case)
+    problem = SonicMoE(sizes, case[1])
     steps = {OURS: problem.ours(), CACHED: problem.ours("both")}
     steps |= {PEER: problem.sonicmoe(), GENERAL: problem.any_routing()}
-    shape = f"{model}, {sizes.E} experts per GPU, {tokens} tokens"
     for theirs in (gate_first(steps[PEER]), steps[GENERAL]):
         check(steps[CACHED], theirs)
     times = median_ms(steps)

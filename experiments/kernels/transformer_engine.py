@@ -3,7 +3,6 @@
     LD_PRELOAD=CUBLAS/libcublasLt.so.13:CUBLAS/libcublas.so.13 \\
         python -m experiments.kernels.transformer_engine --out experiments/kernels/results.json
 
-Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing.
 TransformerEngine runs ``moe_permute_and_pad_with_probs``, ``GroupedLinear`` of gate and up as one, SwiGLU times the
 scores, ``GroupedLinear`` and ``moe_unpermute``, under ``autocast`` with ``Float8BlockScaling``. By default it pads
 groups to 16 rows, on the native path to 128.
@@ -29,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.kernels.problem import BF16, UNIT, Problem, Step, check
-from experiments.kernels.sonicmoe import sizes_of
+from experiments.kernels.problem import BF16, UNIT, Problem, Step, check, layer_of
 from experiments.records import measure_each
 from experiments.timing import BACK_TO_BACK, busy_ms, median_ms, state_records
 
@@ -123,11 +121,7 @@ class Layer:
 
 
 def candidates(problem: Problem) -> dict[str, Step]:
-    """Each with its weights quantized in a microbatch, and kept for four.
-
-    Raises:
-        RuntimeError: if a peer's results differ from ours.
-    """
+    """Each with its weights quantized in a microbatch, and kept for four."""
     steps: dict[str, Step] = {OURS: problem.ours(), OURS + KEPT: problem.ours("both", MICROBATCHES)}
     for peer, options in PEERS.items():
         if options["native"] and not options["one_weight"] and problem.sizes.E > NATIVE_WEIGHTS:
@@ -140,13 +134,11 @@ def candidates(problem: Problem) -> dict[str, Step]:
 
 def measure(case: tuple[str, int]) -> list[dict]:
     """A record for each peer, state and way with the weights. The times in which the GPU is busy become fields."""
-    model, tokens = case
     require_grouped_gemm()
-    sizes = sizes_of(model)
-    steps = candidates(Problem(sizes, tokens))
+    sizes, shape = layer_of(*case)
+    steps, found = candidates(Problem(sizes, case[1])), []
     times = median_ms(steps)
     times[GPU_BUSY] = {name: busy_ms(steps[name]) for name in times[BACK_TO_BACK]}
-    shape, found = f"{model}, {sizes.E} experts per GPU, {tokens} tokens", []
     for kept, count in {"": 1, KEPT: MICROBATCHES}.items():
         each = {
             state: {who: ms[who + kept] / count for who in (OURS, *PEERS) if who + kept in ms}
