@@ -1,6 +1,6 @@
 """Draws the README's picture: tokens/s of the strongest bf16 and of this package, and the losses of a long run.
 
-    python -m experiments.headline experiments/throughput/results.json docs/headline.png
+    python -m experiments.headline
 
 The first panel has the rows of :data:`experiments.tables.HEADLINE`, whose ratios are over the strongest bf16 of the
 same invocation. The second has the losses of experiments/convergence/3000_steps.json.xz, and how far they are apart.
@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from experiments.records import script_parser
-from experiments.tables import Records, headline_runs
+from experiments.tables import ROOT, Records, headline_runs, read
 
 OURS, BF16 = "#0072B2", "#B0B0B0"
 LOSSES = Path(__file__).parent / "convergence/3000_steps.json.xz"
@@ -47,11 +47,8 @@ def draw_losses(axis: Any) -> None:
     axis.axhline(0, color=BF16, linewidth=3, label="bf16")
     for name, (label, color) in RUNS.items():
         axis.plot(steps, 100 * (means[name] / means["bf16-s1"] - 1), color=color, linewidth=1.2, label=label)
-    axis.set_title(
-        f"training loss over bf16's in percent, means of {WINDOW} steps: 16B, 6 layers, 3,000 steps",
-        fontsize=10,
-        loc="left",
-    )
+    title = f"training loss over bf16's in percent, means of {WINDOW} steps: 16B, 6 layers, 3,000 steps"
+    axis.set_title(title, fontsize=10, loc="left")
     axis.set_xlim(0, len(losses["bf16-s1"]))
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(labelsize=9)
@@ -78,11 +75,8 @@ def draw_speeds(axis: Any, runs: list[tuple]) -> None:
 
 
 def main() -> None:
-    parser = script_parser(__doc__)
-    parser.add_argument("records", type=Path, help="results.json of the throughput experiment")
-    parser.add_argument("picture", type=Path, help="the file to write")
-    args = parser.parse_args()
-    draw(Records(json.loads(args.records.read_text())), args.picture)
+    script_parser(__doc__).parse_args()
+    draw(read(), ROOT / "docs/headline.png")
 
 
 if __name__ == "__main__":

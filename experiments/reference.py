@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class LayerInputs(NamedTuple):
@@ -58,14 +58,6 @@ def moe_layer(
         y = (F.silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T
         out_TD = out_TD.index_add(0, token, y if score_before_experts else y * score)
     return out_TD
-
-
-def in_model(moe: nn.Module) -> nn.Module:
-    """A model of one block with this MoE layer, as torchtitan's parallelize functions expect it."""
-    model, block = nn.Module(), nn.Module()
-    block.moe, block.moe_enabled = moe, True
-    model.layers = nn.ModuleDict({"0": block})
-    return model
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:

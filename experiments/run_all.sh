@@ -148,7 +148,7 @@ titan03 fsdp 2 --layers 8 --variants fp8_flow bf16 -- --parallelism.expert_paral
 titan03 tp 2 --layers 8 --variants fp8_flow:dispatch=all_to_all bf16 -- --parallelism.tensor_parallel_degree=2
 titan03 16b 4 --steps 30 --variants fp8_flow:dispatch=symmetric bf16 bf16_strongest
 
-part pages 0 60 bash -ec 'python3 -m experiments.headline experiments/throughput/results.json docs/headline.png
+part pages 0 60 bash -ec 'python3 -m experiments.headline
     python3 -m experiments.tables --prune'
 rm -f "$done_in/pages.done" # what the next call measures belongs on them too
 exit $failed

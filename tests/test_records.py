@@ -36,38 +36,29 @@ def test_records_say_how_they_were_made(monkeypatch, tmp_path):
         assert environment()["command"] == f"{command} --b 'c d' e"
 
 
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch) -> Path:
-    """A checkout that seems to hold this package; its commit is asked for anew."""
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_commit_of_a_checkout(tmp_path: Path, monkeypatch):
+    """Other Python files than a commit's give it a "+"; records do not. A copy without git names its own."""
     (tmp_path / "package").mkdir()
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "package/provenance.py"))
     monkeypatch.setattr(provenance, "commit", provenance.commit.__wrapped__)
-    return tmp_path
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_commit_of_a_checkout(checkout: Path):
-    """Other Python files than a commit's give it a "+"; records do not."""
+    monkeypatch.delenv("TITAN_FP8MOE_COMMIT", raising=False)
+    assert environment()["commit"] is None
 
     def git(*args: str) -> str:
-        command = ["git", "-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
-    (checkout / "a.py").write_text("a = 1\n")
+    (tmp_path / "a.py").write_text("a = 1\n")
     for command in (["init"], ["add", "a.py"], ["commit", "-m", "a"]):
         git(*command)
     commit = git("rev-parse", "--short", "HEAD")
     for name, mark in (("results.json", ""), ("b.py", "+")):
-        (checkout / name).touch()
+        (tmp_path / name).touch()
         assert environment()["commit"] == commit + mark
-    (checkout / "b.py").unlink()
-    (checkout / "a.py").write_text("a = 2\n")
+    (tmp_path / "b.py").unlink()
+    (tmp_path / "a.py").write_text("a = 2\n")
     assert environment()["commit"] == f"{commit}+"
-
-
-def test_commit_of_a_copy_without_git(checkout: Path, monkeypatch):
-    monkeypatch.delenv("TITAN_FP8MOE_COMMIT", raising=False)
-    assert environment()["commit"] is None
     monkeypatch.setenv("TITAN_FP8MOE_COMMIT", "abc1234")
     assert environment()["commit"] == "abc1234"
 

@@ -1,12 +1,10 @@
-"""Tables, pictures and texts of pages are what the records say."""
+"""Tables and texts of pages are what the records say."""
 
-import re
-import subprocess
 from random import Random
 
 import pytest
 
-from experiments import check, dry_runs, headline, tables
+from experiments import check, dry_runs, tables
 
 
 def record(name, shape, value, reference, reference_value, date="2026-01-02", **fields):
@@ -42,14 +40,10 @@ def test_moved_figures_are_found(pages):
     assert moved > 300 and found / moved >= 0.97, f"{found} of {moved}"
 
 
-def test_dry_runs_have_what_tables_show():
-    name = "moe16b_8"
-    assert dry_runs.estimate(dry_runs.JOBS[name]) == check.source("dry_runs")[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", dry_runs.JOBS)
-def test_all_dry_runs(name):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "moe16b_8")) for name in dry_runs.JOBS]
+)
+def test_dry_runs_have_what_tables_show(name):
     assert dry_runs.estimate(dry_runs.JOBS[name]) == check.source("dry_runs")[name]
 
 
@@ -57,47 +51,6 @@ def test_every_table_is_on_one_page():
     texts = [(tables.ROOT / name).read_text() for name in tables.PAGES]
     found = [name for text in texts for _, name, _ in tables.MARKED.findall(text)]
     assert sorted(found) == sorted(tables.TABLES)
-
-
-SHAPE = "16B, 6 layers, sdpa, local batch 4, random routing, 1 GPU"
-
-
-def test_the_picture(tmp_path, monkeypatch):
-    """Two bars a row, and a ratio over bf16 that is the strongest."""
-    records = []
-    for i, (name, shape, _) in enumerate(tables.HEADLINE.values(), 1):
-        for kind in ("", " memory"):
-            records += [
-                record(name + kind, shape, 10.0 * i, "bf16_fused:checkpointing=none", 8.0 * i),
-                record(name + kind, shape, 10.0 * i, "bf16", 5.0 * i),
-            ]
-    drawn = []
-    monkeypatch.setattr("matplotlib.axes.Axes.text", lambda self, x, y, text, **_: drawn.append(text.strip()))
-    headline.draw(tables.Records(records), tmp_path / "headline.png")
-    assert drawn[:2] == ["8  bf16, fused", "10  titan_fp8moe (1.25x)"] and drawn[-1] == "40  titan_fp8moe"
-    assert (tmp_path / "headline.png").stat().st_size > 0
-
-
-def test_a_row_of_training_is_of_one_invocation():
-    """Other checkpointing and other FP8 experts ran in calls of their own, with figures of ours of their own. The pages
-    show the other tables."""
-    saved, none = ("bf16_fused:checkpointing=" + how for how in ("saved", "none"))
-    other, fp8 = {"command": "python -m b"}, {"command": "python -m c"}
-    records = tables.Records(
-        [
-            record("train_16b", SHAPE, 100.0, saved, 80.0),
-            record("train_16b", SHAPE, 100.0, "bf16", 50.0),
-            record("train_16b", SHAPE, 96.0, none, 90.0) | other,
-            record("train_16b", SHAPE, 97.0, "torchao", 40.0) | fp8,
-            record("train_16b memory", SHAPE, 9.0, saved, 12.0),
-            record("train_16b memory", SHAPE, 8.0, "torchao", 11.0) | fp8,
-        ]
-    )
-    title = "16B, 6 layers, sdpa, local batch 4"
-    assert tables.TABLES["training"](records).splitlines()[2:] == [
-        f"| {title} | H200 | 50 | 80 saved | | 100 (**1.25x**) | 12 | 9 |",
-        f"| {title} | H200 | | | 40 | 97 (**2.42x**) | 11 | 8 |",
-    ]
 
 
 RECORDS = [
@@ -128,9 +81,8 @@ def test_figures_are_those_of_their_lines(monkeypatch):
     assert found.page("README.md", text.replace("5.00", "4.9").replace("989", "1"))[0] == text.replace("5.00", "5.0")
     pinned = check.Key(RECORDS, name="layer", shape="16B", commit="old")
     assert pinned.value == 5.25 and pinned.low == 0.7
-    for wrong in (lambda: check.Key(RECORDS, name="layers"), lambda: check.Key(RECORDS, name="layer").value):
-        with pytest.raises((LookupError, ValueError)):
-            wrong()
+    with pytest.raises(LookupError):
+        check.Key(RECORDS, name="layers")
 
 
 @pytest.mark.parametrize(
@@ -174,13 +126,3 @@ def test_unused_records_go(tmp_path, monkeypatch):
     ledger(monkeypatch, {})
     tables.prune()
     assert tables.read().all == RECORDS[2:]
-
-
-def test_parts_of_a_run():
-    """Each says its GPUs, and ends within ten minutes."""
-    command = ["bash", str(tables.ROOT / "experiments/run_all.sh"), "--list"]
-    parts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    found = [re.fullmatch(r"(\w+) +(\d) GPUs +(\d+) s  (done)?", part).groups() for part in parts]
-    assert len({name for name, *_ in found}) == len(found) > 40
-    assert {gpus for _, gpus, *_ in found} == {"0", "1", "2", "4"}
-    assert all(0 < int(seconds) < 600 for *_, seconds, _ in found)

@@ -32,19 +32,10 @@ def fused_experts(
     activate: Callable[[Tensor], Tensor] = swiglu,
     biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Sums score * expert(x) over each token's experts.
+    """Sums score * expert(x) over each token's experts: (T, D) fp32.
 
-    Args:
-        x_TD: (T, D) bf16.
-        w13: (E, 2H, D) bf16, gate and up.
-        w2: (E, D, H) bf16.
-        topk_ids_TK: (T, K) experts.
-        topk_scores_TK: (T, K) fp32.
-        activate: maps h (M, 2H) to GEMM 2's operand (M, H).
-        biases: (E, 2H) and (E, D) bf16. Their gradients are GEMMs: the compiler's indexed sums are atomic.
-
-    Returns:
-        (T, D) fp32.
+    ``x_TD`` is bf16, and so are w13 (E, 2H, D), gate and up, and w2 (E, D, H). Scores are fp32. ``activate`` maps h
+    (M, 2H) to (M, H). Biases (E, 2H) and (E, D) get gradients by GEMMs: the compiler's indexed sums are atomic.
     """
     ids, order = topk_ids_TK.flatten().short().sort(stable=True)  # two bytes: a quarter of the radix sort's passes
     experts = torch.arange(w2.shape[0], dtype=ids.dtype, device=ids.device)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torchtitan.models.moe.moe as moe_module
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.config.job_config import Compile
 from torchtitan.models.llama4.infra.parallelize import apply_compile
 from torchtitan.models.moe.moe import MoE, MoEArgs
@@ -26,7 +26,6 @@ from torchtitan.tools.utils import set_default_dtype
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.ablations import permute_then_copy, requantized_pair
 from experiments.records import begin, other_torch, record, script_parser, within, write_records
-from experiments.reference import in_model
 from experiments.throughput.fused_bf16 import BalancedRandomRouter, FusedMoE
 from experiments.timing import elapsed_ms, in_turn, medians
 from titan_fp8moe import WeightCache, ops
@@ -131,7 +130,9 @@ class Bench:
         moe_module._run_experts_grouped_mm = _EAGER_EXPERTS  # or torchtitan compiles what is compiled
         call: Callable[[Tensor], Tensor] = moe
         if variant.parts:
-            apply_compile(in_model(moe), Compile(enable=True), ep_enabled=False)
+            block, model = nn.ModuleDict({"moe": moe}), nn.Module()
+            block.moe_enabled, model.layers = True, nn.ModuleDict({"0": block})
+            apply_compile(model, Compile(enable=True), ep_enabled=False)
         else:
             call = compile_whole(moe)
         run_experts = moe_module._run_experts_grouped_mm
