@@ -4,10 +4,11 @@ The same layer in bf16 and an fp8 layer that rounds each GEMM operand once, from
 
     python -m experiments.numerics.layer --out experiments/numerics
 
-Adds to results.json and prints two tables: one DeepSeek-V3-shaped layer on normal data, and that with each activation.
+Two tables: one DeepSeek-V3-shaped layer on normal data, and that with each activation.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
 
@@ -65,8 +67,11 @@ def gradients(layer, inputs, dout):
     return [out.detach(), *[leaf.grad for leaf in leaves]]
 
 
-def errors(results: list[torch.Tensor], reference: list[torch.Tensor]) -> list[float]:
-    return [relative_error(a, b) for a, b in zip(results, reference, strict=True)]
+def errors(layers: dict[str, Callable[..., Any]], exact: Callable[..., Any], inputs, dout) -> dict[str, list[float]]:
+    """The relative errors of each layer's output and gradients."""
+    reference = gradients(exact, inputs, dout)
+    results = {name: gradients(layer, inputs, dout) for name, layer in layers.items()}
+    return {name: [relative_error(*pair) for pair in zip(of, reference, strict=True)] for name, of in results.items()}
 
 
 def flow(topk_ids: torch.Tensor, activation: str = "swiglu", **settings: str) -> Callable[..., torch.Tensor]:
@@ -79,37 +84,34 @@ def flow(topk_ids: torch.Tensor, activation: str = "swiglu", **settings: str) ->
     return layer
 
 
-def draw(device: str, size: dict, std: float) -> tuple[LayerInputs, torch.Tensor]:
+def draw(size: dict, std: float) -> tuple[LayerInputs, torch.Tensor]:
     """A layer's inputs and the gradient of its output."""
     torch.manual_seed(0)
-    inputs = make_layer(*size.values(), device=device, std=std)
+    inputs = make_layer(*size.values(), device=DEVICE, std=std)
     return inputs, torch.randn_like(inputs.x_TD)
 
 
-def layer_table(device: str, size: dict) -> dict[str, list[float]]:
-    (x, scores, topk_ids, weights), dout = draw(device, size, std=0.02)
-    inputs = [x, scores, *weights]
+def layer_table(size: dict) -> dict[str, list[float]]:
+    (x, scores, topk_ids, weights), dout = draw(size, std=0.02)
 
     def plain(dtype):
-        def layer(x, s, w1, w2, w3):
-            return moe_layer(x.to(dtype), s, topk_ids, w1.to(dtype), w2.to(dtype), w3.to(dtype), False)
+        def layer(x, s, *weights):
+            return moe_layer(x.to(dtype), s, topk_ids, *(w.to(dtype) for w in weights), False)
 
         return layer
 
-    reference = gradients(plain(torch.float32), inputs, dout)
     layers = {
         "bf16": plain(torch.bfloat16),
         "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
         "FP8-Flow balanced": flow(topk_ids),
         "FP8-Flow balanced, h in fp8": flow(topk_ids, save_h="fp8"),
     }
+    return errors(layers, plain(torch.float32), [x, scores, *weights], dout)
 
-    return {name: errors(gradients(layer, inputs, dout), reference) for name, layer in layers.items()}
 
-
-def activation_table(device: str, size: dict) -> dict[str, list[float]]:
+def activation_table(size: dict) -> dict[str, list[float]]:
     """Each activation's errors, with its default parameters."""
-    (x, scores, topk_ids, weights), dout = draw(device, size, std=0.05)
+    (x, scores, topk_ids, weights), dout = draw(size, std=0.05)
     table, chosen = {}, torch.nn.functional.one_hot(topk_ids, size["experts"]).float()
     for name, entry in ACTIVATIONS.items():
 
@@ -118,11 +120,8 @@ def activation_table(device: str, size: dict) -> dict[str, list[float]]:
             a = entry.forward(g, u, *entry.parameters.values())  # noqa: B023 # called in this iteration
             return torch.einsum("tnh,ndh,tn->td", a, w2, (chosen * s.unsqueeze(2)).sum(1))
 
-        inputs = [x, scores, *weights[: 3 if entry.gated else 2]]
-        reference = gradients(exact, inputs, dout)
-        for save_h in ("bf16", "fp8"):
-            ours = gradients(flow(topk_ids, name, save_h=save_h), inputs, dout)
-            table[f"{name}, h in {save_h}"] = errors(ours, reference)
+        layers = {f"{name}, h in {save_h}": flow(topk_ids, name, save_h=save_h) for save_h in ("bf16", "fp8")}
+        table |= errors(layers, exact, [x, scores, *weights[: 3 if entry.gated else 2]], dout)
     return table
 
 
@@ -137,16 +136,12 @@ def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference
 def main() -> None:
     args = script_parser(__doc__, out="folder of results.json").parse_args()
     require_commit(args.trial)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    # On a CPU a quarter of the dims: the reference is slow.
-    size = dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)
-    if device == "cuda":
-        size = dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
+    size = dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
+    if DEVICE == "cpu":  # a quarter of the dims: the reference is slow
+        size = dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)
     shape = " ".join(f"{k} {v}" for k, v in size.items())
-    rows = activation_table(device, size)
-    records = layer_records("activation_error", shape, rows, "swiglu, h in bf16")
-    rows = layer_table(device, size)
-    records += layer_records("layer_error", shape, rows, "bf16")
+    records = layer_records("activation_error", shape, activation_table(size), "swiglu, h in bf16")
+    records += layer_records("layer_error", shape, layer_table(size), "bf16")
     write_records(args.out / "results.json", records)
 
 
