@@ -8,13 +8,12 @@ that from the launch of the processes. Options are :mod:`experiments.throughput.
 """
 
 import re
-import sys
 import tempfile
 import time
 from datetime import datetime
 
-from experiments.records import begin, write_records
-from experiments.throughput.train import Run, drawn, finish, parser, record_model, records
+from experiments.records import begin
+from experiments.throughput.train import Run, drawn, finish, parser, require_success, write
 
 STARTS, FIRST = "Training starts", "step:  1 "
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
@@ -50,18 +49,14 @@ def measure(variant: str, args, seed: int) -> dict:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    p.add_argument("--variants", nargs="+", default=["bf16", "fp8_flow"])
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a repeat for each")
-    args = p.parse_args()
+    args = parser(__doc__, ["bf16", "fp8_flow"], [0, 1, 2]).parse_args()
     begin(args.trial)
     shape = finish(args, "first_step")
     results: list[dict] = []
     for variant, seed in drawn(args.variants, args.seeds):
         results.append(measure(variant, args, seed))
-        write_records(args.out / "results.json", records(results, record_model(args), shape, MEASURED))
-    if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
-        sys.exit(f"error: runs failed: {'; '.join(failed)}")
+        write(results, args, shape, MEASURED)
+    require_success(results)
 
 
 if __name__ == "__main__":

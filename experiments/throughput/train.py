@@ -233,24 +233,17 @@ def line(result: dict) -> str:
     return ", ".join(filter(None, (*parts, result["error"])))
 
 
-def record_name(model: str, variant: str, suffix: str = "") -> str:
-    """``train_16b``, with the variant's options and what is measured if that is not the speed."""
-    options = variant.partition(":")[2].split(",")
-    return " ".join(part for part in (f"train_{model}", *options, suffix) if part)
-
-
 MEASURED = ("overall_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib", "GiB reserved", "memory")
 
 
-def records(
-    results: list[dict], model: str, shape: str, measured: Iterable[tuple[str, str, str]] = MEASURED
-) -> list[dict]:
-    """The median of each FP8-Flow variant's completed runs against those of the references and the defaults.
+def write(results: list[dict], args: argparse.Namespace, shape: str, measured: Iterable[tuple] = MEASURED) -> None:
+    """Records the median of each FP8-Flow variant's completed runs against those of the references and the defaults.
 
-    Records also have the spread of both: largest less smallest, relative to the median. ``measured`` has a result's
-    keys, their units and additions to a record's name.
+    Names are ``train_16b``, the variant's options, and what is measured if that is not the speed. Records also have the
+    spread of both: largest less smallest, relative to the median. ``measured`` has a result's keys, their units and
+    additions to a record's name.
     """
-    out = []
+    found, model = [], "train_" + args.model + "_titan03" * (args.torchtitan == "0.3.0")
     for key, unit, suffix in measured:
         values = {}
         for r in results:
@@ -259,21 +252,24 @@ def records(
         median = {variant: statistics.median(v) for variant, v in values.items()}
         spread = {variant: (max(v) - min(v)) / median[variant] for variant, v in values.items() if len(v) > 1}
         for variant in (name for name in median if name.startswith("fp8_flow")):
+            name = " ".join(filter(None, (model, *variant.partition(":")[2].split(","), suffix)))
             for reference in [v for v in median if v != variant and not v.startswith("fp8_flow:")]:
-                name = record_name(model, variant, suffix)
                 r = record(name, shape, unit, median[variant], reference, median[reference])
                 if variant in spread and reference in spread:
                     r |= {"spread": {"ours": spread[variant], "reference": spread[reference]}}
-                out.append(r)
-    return out
+                found.append(r)
+    write_records(args.out / "results.json", found)
 
 
-def record_model(args: argparse.Namespace) -> str:
-    return args.model + {"0.2.2": "", "0.3.0": "_titan03"}[args.torchtitan]
+def require_success(results: list[dict]) -> None:
+    if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
+        sys.exit(f"error: runs failed: {'; '.join(failed)}")
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str, variants: list[str], seeds: list[int]) -> argparse.ArgumentParser:
     p = script_parser(description, out="folder of results.json")
+    p.add_argument("--variants", nargs="+", default=variants, help=f"of {', '.join(CONVERTERS)}, or setting03.py's")
+    p.add_argument("--seeds", type=int, nargs="+", default=seeds, help="a repeat for each")
     p.add_argument("--gpus", type=int, default=4)
     p.add_argument("--model", choices=MODELS, default="16b")
     p.add_argument("--layers", type=int, help="of the model's; default: all")
@@ -313,10 +309,7 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
 
 
 def main() -> None:
-    p = parser(__doc__)
-    variants = ["bf16", "bf16_whole", "bf16_fused:checkpointing=saved", "fp8_flow"]
-    p.add_argument("--variants", nargs="+", default=variants, help=f"of {', '.join(CONVERTERS)}, or setting03.py's")
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="a repeat for each")
+    p = parser(__doc__, ["bf16", "bf16_whole", "bf16_fused:checkpointing=saved", "fp8_flow"], [0, 1])
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
     args = p.parse_args()
     begin(args.trial)
@@ -333,9 +326,8 @@ def main() -> None:
         results.append(result | {"made": made})
         print(f"{time.monotonic() - args.begin:.0f} s, {shape}: {line(result)}", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
-        write_records(args.out / "results.json", records(results, record_model(args), shape))
-    if failed := [f"{r['variant']}, seed {r['seed']}: {r['error']}" for r in results if r["error"]]:
-        sys.exit(f"error: runs failed: {'; '.join(failed)}")
+        write(results, args, shape)
+    require_success(results)
 
 
 if __name__ == "__main__":
