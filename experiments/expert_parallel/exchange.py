@@ -96,26 +96,26 @@ def phases_in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
     return medians_in_turn(slowest_ms, runs, 3, random.Random(0))
 
 
-class Bf16Rows:
+def bf16_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
     """Dispatch of torchtitan's expert parallelism: a bf16 row for each routed pair, sorted by expert, sent, permuted.
 
     Split sizes are known beforehand, so that no wait for them is in the times.
     """
+    N, pairs = dist.get_world_size(), layer.ids.flatten()
+    x, token = layer.x.detach(), pairs.argsort(stable=True) // shape.K
+    counts = torch.bincount(pairs, minlength=N * shape.E).view(N, shape.E)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts)
+    send, receive = counts.sum(1).tolist(), received.sum(1).tolist()
+    expert = torch.arange(shape.E, device=DEVICE).repeat(N).repeat_interleave(received.flatten())
+    permutation = expert.argsort(stable=True)
 
-    def __init__(self, layer: Layer, E: int):
-        N, K = dist.get_world_size(), layer.ids.shape[1]
-        self.x, self.token = layer.x.detach(), layer.ids.flatten().argsort(stable=True) // K
-        self.counts = torch.bincount(layer.ids.flatten(), minlength=N * E).view(N, E)
-        received = torch.empty_like(self.counts)
-        dist.all_to_all_single(received, self.counts)
-        self.send, self.receive = self.counts.sum(1).tolist(), received.sum(1).tolist()
-        expert = torch.arange(E, device=DEVICE).repeat(N).repeat_interleave(received.flatten())
-        self.permutation = expert.argsort(stable=True)
+    def dispatch() -> Tensor:
+        arrived = x.new_empty(sum(receive), shape.D)
+        dist.all_to_all_single(arrived, x[token], receive, send)
+        return arrived[permutation]
 
-    def dispatch(self) -> Tensor:
-        arrived = self.x.new_empty(sum(self.receive), self.x.shape[1])
-        dist.all_to_all_single(arrived, self.x[self.token], self.receive, self.send)
-        return arrived[self.permutation]
+    return {"dispatch": dispatch}
 
 
 def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
@@ -180,11 +180,10 @@ def phases(shape: Shape, skewed: bool) -> Iterator[dict[str, Any]]:
     """Records of both phases of both paths and of bf16 rows."""
     # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
     layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
-    bf16 = Bf16Rows(layer, shape.E)
     paths = {
         "symmetric": symmetric_phases(layer, shape),
         "all_to_all": all_to_all_phases(layer, shape),
-        "bf16": {"dispatch": bf16.dispatch},
+        "bf16": bf16_phases(layer, shape),
     }
     ms = phases_in_turn({f"{phase} {path}": run for path, runs in paths.items() for phase, run in runs.items()})
     where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"

@@ -36,7 +36,7 @@ class SonicMoE(Problem):
         from sonicmoe.functional.triton_kernels import TC_topk_router_metadata_triton
 
         w13, w2 = self.fused_weights()
-        w13 = interleave(w13.detach()).requires_grad_()
+        w13 = torch.stack(w13.detach().chunk(2, 1), 2).view(w13.shape).requires_grad_()
         E, (T, K), ids = w2.shape[0], self.ids.shape, self.ids.int()
 
         def layer(x: Tensor) -> Tensor:
@@ -69,11 +69,6 @@ class SonicMoE(Problem):
             return out
 
         return step_of(layer, self.x, [self.scores, w13, w2], self.dout)
-
-
-def interleave(w13: Tensor) -> Tensor:
-    """(E, 2H, D), whose rows of gate and up alternate, of a weight with gate first."""
-    return torch.stack(w13.chunk(2, 1), 2).view(w13.shape)
 
 
 def gate_first(step: Step) -> Step:
