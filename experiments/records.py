@@ -18,11 +18,8 @@ T = TypeVar("T")
 
 
 def script_parser(description: str, *, out: str = "", budget: str = "") -> ArgumentParser:
-    """A parser whose help is a script's docstring.
-
-    ``out`` says what ``--out`` names, where records go. ``budget`` says what is not begun after the seconds of
-    ``--budget``.
-    """
+    """A parser whose help is a script's docstring, with ``--out`` if ``out`` says what that names, and ``--budget`` if
+    ``budget`` says what is not begun after it."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     if out:
         parser.add_argument("--out", type=Path, required=True, help=out)
@@ -38,8 +35,7 @@ def begin(trial: bool) -> None:
     From here on SIGTERM is SystemExit, so that ``finally`` blocks end the processes that this one starts.
     """
     if not torch.cuda.is_available():
-        built = "" if torch.version.cuda else ", and is built without CUDA"
-        sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none{built}")
+        sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none")
     require_commit(trial)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     setting = environment()
@@ -105,10 +101,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Prints ``records``, and adds them to the list in ``path``, one per line.
+    """Prints ``records``, and adds them to the list in ``path`` with the fields of :func:`environment` that they lack.
 
-    They get the fields of :func:`environment` that they lack, and replace records of the same name, shape, reference
-    and hardware.
+    They replace records of the same name, shape, reference and hardware.
     """
 
     def key(record: dict) -> tuple[str, str, str, str]:

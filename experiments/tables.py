@@ -188,11 +188,6 @@ def script(command: str) -> str:
     return re.match(r".*?(-m \S+|\.(py|sh)\b)", command)[0]
 
 
-def commits_of(record: Record) -> set[str]:
-    """The commit of a record, or those of the points that it summarizes."""
-    return {point["commit"] for point in record.get("points", {}).values()} or {record["commit"]}
-
-
 def source(used: list[Record]) -> str:
     """Hardware, dates, commits and commands of a table's records."""
 
@@ -200,7 +195,8 @@ def source(used: list[Record]) -> str:
         return ", ".join(sorted({key(record) for record in used}))
 
     hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
-    commits = ", ".join(f"`{name}`" for name in sorted(set().union(*map(commits_of, used))))
+    measured = [point for record in used for point in record.get("points", {"": record}).values()]
+    commits = ", ".join(sorted({f"`{point['commit']}`" for point in measured}))
     commands = unique(lambda r: f"`{script(r['command'])}`")
     return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
 
@@ -415,13 +411,9 @@ def checkpointing(records: Records) -> Rows:
 def variants(records: Records) -> Rows:
     """Our settings against the defaults."""
     for name, shape in records.named(r"train_16b \S+=\S+", "fp8_flow"):
-        used = len(records.used)
-        speed = records.of(name, shape).get("fp8_flow")
-        if speed:
-            cells = joined(number(speed["value"]), ours(records.of(f"{name} memory", shape)))
-            yield [f"`{name.split()[1]}`", setting(shape), cells, ratio(speed, 3)]
-        else:  # the newest run had other references
-            del records.used[used:]
+        if "fp8_flow" in Records(records.all).of(name, shape):  # or the newest run had other references
+            run = records.pair(name, shape)
+            yield [f"`{name.split()[1]}`", setting(shape), joined(*map(ours, run)), ratio(run.speed["fp8_flow"], 3)]
 
 
 @table("highest tokens/s", "bf16, fused", "GiB", "with", _OURS, "GiB", "with")

@@ -26,10 +26,7 @@ CUDA = torch.cuda.is_available()
 
 
 def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
-    """(experts,) int32 ends of row groups, multiples of 128 that end at ``rows``, the same in every run.
-
-    Groups have 0.7 to 1.3 times the average number of rows.
-    """
+    """(experts,) int32 ends of groups of 0.7 to 1.3 times the average number of rows, multiples of 128."""
     tiles = (torch.linspace(0.7, 1.3, experts) * (rows / experts / TILE)).round().long()
     tiles[experts // 2] += rows // TILE - tiles.sum()
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
@@ -133,11 +130,10 @@ def medians_in_turn(
 
 
 def median_ms(runs: dict[str, Callable[[], object]], busy_sms: bool = False) -> dict[str, dict[str, float]]:
-    """Median milliseconds by state of the GPU and candidate.
+    """Median milliseconds by state of the GPU and candidate; on a CPU of one run.
 
-    The states are ``BACK_TO_BACK``, where power limits the clocks, ``AFTER_IDLING`` and, if asked for,
-    ``WITH_BUSY_SMS``, as communication occupies them. Candidates take turns, so that all of them meet the same clocks
-    and temperature. On a CPU each runs once.
+    ``BACK_TO_BACK`` power limits the clocks. Candidates take turns, so that all of them meet the same clocks and
+    temperature.
     """
     for run in runs.values():
         run()  # compiles
@@ -167,10 +163,7 @@ def state_records(
     unit: str,
     **fields: str,
 ) -> list[dict]:
-    """A record of candidate ``ours`` for each state and each of ``references`` that ran.
-
-    ``fields`` names further fields and the candidates whose figures they hold.
-    """
+    """A record of ``ours`` for each state and reference that ran. ``fields`` names candidates for further fields."""
     return [
         record(name, f"{shape}, {state}", unit, of[ours], reference, of[reference])
         | {field: of[candidate] for field, candidate in fields.items()}

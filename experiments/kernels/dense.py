@@ -2,7 +2,7 @@
 
     python -m experiments.kernels.dense --out experiments/kernels/results.json
 
-A step runs gate, up and down, each on an input of its own and with both gradients, as CUDA graphs: no launch counts.
+A step runs gate, up and down in turn, each on an input of its own and with both gradients, as a CUDA graph.
 ``ours`` quantizes the weights in both directions, ``ours, weights kept`` finds them unchanged. The FFNs are
 torchtitan's, bf16's compiled. Records of linears have the ratio that a roofline allows, see :func:`roofline`, and our
 part of it.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.moe.moe import FeedForward
 
-from experiments.kernels.problem import BF16, UNIT, Step, leaf
+from experiments.kernels.problem import BF16, UNIT, Step, leaf, step_of
 from experiments.records import measure_each
 from experiments.reference import require_agreement
 from experiments.throughput.layer import DEVICE, compile_whole
@@ -70,16 +70,14 @@ def ffn(sizes: Sizes, fp8: bool) -> list[nn.Module]:
     return [module]
 
 
-def step_of(modules: list[nn.Module], widths: list[int], tokens: int) -> Step:
-    """A step of modules on inputs of these widths: their outputs, then gradients of inputs and parameters."""
+def combined(modules: list[nn.Module], widths: list[int], tokens: int) -> Step:
+    """Steps of modules on inputs of these widths, one after another."""
     torch.manual_seed(1)
     xs = [leaf(tokens, width) for width in widths]
-    parameters = [p for module in modules for p in module.parameters()]
-    douts = [torch.randn_like(module(x)) for module, x in zip(modules, xs, strict=True)]
+    steps = [step_of(m, x, [*m.parameters()], torch.randn_like(m(x))) for m, x in zip(modules, xs, strict=True)]
 
     def step() -> list[Tensor]:
-        outs = [module(x) for module, x in zip(modules, xs, strict=True)]
-        return [*(out.detach() for out in outs), *torch.autograd.grad(outs, [*xs, *parameters], douts)]
+        return [result for each in steps for result in each()]
 
     return captured(step) if CUDA else step
 
@@ -106,8 +104,8 @@ def measure(name: str) -> list[dict]:
     sizes = SHAPES[name]
     widths = [sizes.D, sizes.D, padded(sizes.H)]
     configs = {OURS: Fp8FlowMoEConfig(), KEPT: Fp8FlowMoEConfig(cache_weights=True), REFERENCE: None}
-    steps = {who: step_of(linears(sizes, config), widths, sizes.M) for who, config in configs.items()}
-    steps |= {who: step_of(ffn(sizes, who == FFN), widths[:1], sizes.M) for who in (FFN, REFERENCE_FFN)}
+    steps = {who: combined(linears(sizes, config), widths, sizes.M) for who, config in configs.items()}
+    steps |= {who: combined(ffn(sizes, who == FFN), widths[:1], sizes.M) for who in (FFN, REFERENCE_FFN)}
     for ours, reference in ((OURS, REFERENCE), (FFN, REFERENCE_FFN)):
         require_agreement(steps[ours](), steps[reference]())
     times, bound = median_ms(steps), roofline(sizes)

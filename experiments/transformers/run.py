@@ -9,17 +9,13 @@ Both implementations run the same module with the same bf16 parameters and atten
     decode     the forward of one token of some sequences without gradients, also with Transformers' batched_mm
     compiled   the same as eager under torch.compile, with causal attention and no mask
 
-Records are written after each phase. A phase does not begin after ``--budget`` seconds; stderr names it. The vocabulary
-has 32,768 tokens, so that the output layer does not dominate four layers.
+The vocabulary has 32,768 tokens, so that the output layer does not dominate four layers.
 """
 
-import argparse
 import functools
 import gc
 import statistics
-import sys
 import sysconfig
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from experiments.records import begin, record, script_parser, write_records
+from experiments.records import begin, record, script_parser, within, write_records
 from experiments.timing import CUDA, elapsed_ms, medians_in_turn
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.transformers import NAME, converted, register
@@ -195,31 +191,21 @@ class Bench:
         return found
 
 
-def measure(name: str, args: argparse.Namespace, start: float) -> None:
-    bench = Bench(name, args.attention == "cudnn")
-    for phase in args.phases:
-        if time.perf_counter() - start > args.budget:
-            print(f"{name} {phase}: left out after {args.budget} s; run it with --phases {phase}", file=sys.stderr)
-            continue
-        records = getattr(bench, phase)()
-        bench.model.set_experts_implementation(NAME)
-        for r in records:
-            r["experts_in_fp8"] = len(converted(bench.model))
-        write_records(args.out / "results.json", records)
-
-
 def main() -> None:
-    parser = script_parser(__doc__, out="folder of results.json")
+    parser = script_parser(__doc__, out="folder of results.json", budget="phase of a model")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn", help="of training steps")
-    parser.add_argument("--budget", type=float, default=150, help="seconds after which no phase begins")
     args = parser.parse_args()
     begin(args.trial)
-    start = time.perf_counter()
     register(Fp8FlowMoEConfig())
     for name in args.models:
-        measure(name, args, start)
+        bench = Bench(name, args.attention == "cudnn")
+        for phase in within(args.budget, args.phases):
+            records = getattr(bench, phase)()
+            bench.model.set_experts_implementation(NAME)
+            count = len(converted(bench.model))
+            write_records(args.out / "results.json", [r | {"experts_in_fp8": count} for r in records])
 
 
 if __name__ == "__main__":
