@@ -659,11 +659,7 @@ HEADLINE = {  # a row of the first table and of the picture: the record's name a
     "DeepSeek-V3 16B, 6 layers": ("train_16b checkpointing=none", _SIX, "fused"),
     "Qwen3-30B-A3B, 5 layers": ("train_qwen3_30b checkpointing=none", _FIVE, "fused"),
     "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", _WHOLE, "fused"),
-    "Qwen3-30B-A3B, all 48 layers": (
-        "train_qwen3_30b dispatch=symmetric recompute=experts",
-        _QWEN3,
-        "torchtitan's",
-    ),
+    "Qwen3-30B-A3B, all 48 layers": ("train_qwen3_30b dispatch=symmetric recompute=experts", _QWEN3, "torchtitan's"),
 }
 
 
