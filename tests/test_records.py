@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import provenance, records
-from experiments.provenance import environment
-from experiments.records import write_records
+from experiments import records
+from experiments.records import environment, write_records
 
 
 def test_records_are_replaced_whole(tmp_path: Path, monkeypatch):
@@ -40,8 +39,8 @@ def test_records_say_how_they_were_made(monkeypatch, tmp_path):
 def test_commit_of_a_checkout(tmp_path: Path, monkeypatch):
     """Other Python files than a commit's give it a "+"; records do not. A copy without git names its own."""
     (tmp_path / "package").mkdir()
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "package/provenance.py"))
-    monkeypatch.setattr(provenance, "commit", provenance.commit.__wrapped__)
+    monkeypatch.setattr(records, "__file__", str(tmp_path / "package/records.py"))
+    monkeypatch.setattr(records, "commit", records.commit.__wrapped__)
     monkeypatch.delenv("TITAN_FP8MOE_COMMIT", raising=False)
     assert environment()["commit"] is None
 

@@ -37,8 +37,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from experiments.provenance import environment
-from experiments.records import begin, other_torch, record, script_parser, write_records, write_text
+from experiments.records import begin, environment, other_torch, record, script_parser, write_records, write_text
 
 CONFIG = "experiments/throughput/train.toml"
 SETTING_03 = "experiments.throughput.setting03"
