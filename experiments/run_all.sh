@@ -80,6 +80,7 @@ train batch1 1 530 "${six[@]}" --local-batch 1 --seeds 0 1 --variants fp8_flow b
 train flex 1 400 --layers 6 --attention flex --variants fp8_flow bf16 "${fused[0]}"
 train settings 1 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8
 train qwen3 1 530 --model qwen3_30b --layers 5 --attention sdpa --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
+train qwen3_checkpointing 1 400 --model qwen3_30b --layers 5 --attention sdpa --variants fp8_flow:checkpointing=none "${fused[1]}"
 train qwen3_batch1 1 530 --model qwen3_30b --layers 5 --attention sdpa --local-batch 1 --seeds 0 1 \
     --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 part first_step 1 400 python3 -m experiments.throughput.first_step --out experiments/throughput --gpus 1 "${six[@]}"
