@@ -32,10 +32,13 @@ from tests.layer import refused
 from tests.processes import ROOT
 from titan_fp8moe import (
     Fp8FlowMoEConfig,
+    Fp8Weight,
     RoutedExperts,
     clip_grad_norm_,
     distributed_data_parallel,
+    offload_experts,
     parameter_groups,
+    replay_routing,
 )
 
 CPU_ONLY = True
@@ -67,6 +70,15 @@ def make(group=None, config=None, bias=False, lora=False) -> Model:
     for B in plain.experts.lora_B.values() if lora else ():
         nn.init.normal_(B, std=0.1)
     model.load_state_dict(plain.state_dict())
+    return model
+
+
+def stored(group=None) -> nn.Module:
+    """The same model with its experts stored in FP8."""
+    model, (ranks, rank) = make(), (1, 0) if group is None else (group.size(), group.rank())
+    weights = [Fp8Weight.quantize(w) for w in model.experts.adaptable().values()]
+    own = [Fp8Weight(*(t.chunk(ranks)[rank] for t in w)) for w in weights]
+    model.experts = RoutedExperts.from_fp8(*own, ep_group=group)
     return model
 
 
@@ -222,6 +234,56 @@ def test_states():
     assert all(torch.equal(a.full_tensor(), b) for a, b in zip(*drawn, strict=True))
 
 
+def through_dcp(model: nn.Module) -> None:
+    state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    with folder() as saved:
+        dcp.save(model.state_dict(), checkpoint_id=saved)
+        dcp.load(state, checkpoint_id=saved)
+    assert_state(state, stored())
+
+
+def gathered(model: nn.Module) -> None:
+    weights = get_model_state_dict(model, options=WHOLE)
+    assert_state(weights, stored()) if dist.get_rank() == 0 else None
+    model.load_state_dict(stored().state_dict())
+
+
+def copied(model: nn.Module) -> None:
+    """The last ranks' experts are views behind the first's."""
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    x, _ = data(group := dist.group.WORLD)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert other.experts.ep_group is group and torch.equal(other(x), model(x))
+
+
+def offloaded(model: nn.Module) -> None:
+    x, _ = data(dist.group.WORLD)
+    want = model(x)
+    offload_experts(model, "cpu")
+    for use in (through_dcp, gathered, copied):
+        use(model)
+    assert torch.equal(model(x), want)
+
+
+def replayed(model: nn.Module) -> None:
+    """By ids of all ranks' experts."""
+    x, _ = data(dist.group.WORLD)
+    ids = model.router(x).topk(K).indices
+    with replay_routing(model, ids.unsqueeze(1)):
+        got = model(x)
+    assert torch.equal(got, model(x))
+
+
+STORED = through_dcp, gathered, copied, offloaded, replayed
+
+
+@on_ranks(2, rows={use.__name__: use for use in STORED})
+def test_experts_stored_in_fp8(use: Callable[[nn.Module], None]):
+    use(stored(dist.group.WORLD))
+    distributed_data_parallel(stored(dist.new_subgroups(1)[0]))  # of all ranks, beside replicas that do not train
+
+
 def load_anothers_module(model: Model) -> None:
     last = dist.get_world_size() - 1
     buffer = io.BytesIO()
@@ -242,6 +304,8 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], str]] = {
     "foreach": (lambda m: torch.optim.SGD(m.parameters(), 1.0, foreach=True).step(), MIXED),
     "zero": (lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.AdamW).step(), NO_STRATEGY),
     "fully_shard": (lambda m: fully_shard(m, mesh=m.experts.w1.device_mesh), ""),
+    "ddp_of_stored": (lambda m: DistributedDataParallel(stored(dist.group.WORLD)), NO_STRATEGY),
+    "fully_shard_of_stored": (lambda m: fully_shard(s := stored(dist.group.WORLD), mesh=s.experts.w2.device_mesh), ""),
     "a_ranks_own": (lambda m: Model(dist.group.WORLD).load_state_dict(own_state(m)), "DTensor.from_local"),
     "anothers_module": (load_anothers_module, "save state dicts with torch.distributed.checkpoint"),
 }

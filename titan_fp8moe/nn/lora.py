@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.lora import Adapter, Lora
-from titan_fp8moe.nn.parallel import local_of, spread, uniform_by_expert_
+from titan_fp8moe.nn.parallel import local_of, sharded_by_fsdp, spread, uniform_by_expert_
 from titan_fp8moe.ops import Fp8Weight
 
 
@@ -80,7 +80,7 @@ class AddsLora(nn.Module):
                 "experts stored in FP8 take adapters in one process only; over ep_group give routed_experts(lora=) "
                 "the rank's, or adapt bf16 RoutedExperts"
             )
-        if isinstance(w1, DTensor) and (w1.device_mesh.ndim > 1 or self.ep_group is None):
+        if sharded_by_fsdp(w1, self.ep_group):
             raise RuntimeError("FSDP has sharded these experts; call add_lora before fully_shard")
 
     def reset_lora_parameters(self) -> None:

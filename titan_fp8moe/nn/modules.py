@@ -52,7 +52,34 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 class _RunsLayer(AddsLora):
-    """Mixin of experts whose call is a layer without its router."""
+    """Mixin of experts whose call is a layer without its router. Parameters of an ``ep_group`` are DTensors."""
+
+    def register(self, weights: dict[str, Tensor | None], ep_group: dist.ProcessGroup | DeviceMesh | None) -> None:
+        """Registers this rank's weights as parameters, and the checks of a state dict."""
+        first = cast(Tensor, next(iter(weights.values())))
+        mesh = None if ep_group is None else mesh_of(ep_group, first.device)
+        for name, weight in weights.items():
+            if weight is not None:
+                weight = nn.Parameter(spread(weight, mesh) if mesh else weight, weight.is_floating_point())
+            self.register_parameter(name, weight)
+        self.ep_group = None if mesh is None else mesh.get_group()
+        self.register_load_state_dict_pre_hook(_check_stored)
+        if mesh is not None:
+            self.register_load_state_dict_pre_hook(_spread_plain_weights)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "_RunsLayer":
+        super()._apply(*args, **kwargs)
+        for weight in self.parameters():
+            if self.ep_group is not None and isinstance(weight, DTensor):
+                follow_device(weight, self.ep_group)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"ep_group": self.ep_group is not None}  # the weights' mesh knows it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.ep_group = group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
 
     def for_layer(self) -> Experts:
         """The record that a layer takes."""
@@ -140,23 +167,15 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         if num_experts % num_ranks:
             raise ValueError(f"num_experts = {num_experts} do not divide over the {num_ranks} ranks of ep_group")
         self.expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)
-        mesh = None
         shapes = dict(w1=(hidden_dim, dim), w2=(dim, hidden_dim), w3=(hidden_dim, dim))
         shapes |= dict(b1=(hidden_dim,), b2=(dim,), b3=(hidden_dim,))
+        weights: dict[str, Tensor | None] = {}
         for name, shape in shapes.items():
-            if (name[0] == "b" and not bias) or (name[1] == "3" and not self.expert.gated):
-                self.register_parameter(name, None)
-                continue
-            weight = torch.empty(num_experts // num_ranks, *shape, device=device, dtype=dtype)
-            if ep_group is not None:
-                mesh = mesh or mesh_of(ep_group, weight.device)
-                weight = spread(weight, mesh)
-            self.register_parameter(name, nn.Parameter(weight))
+            absent = (name[0] == "b" and not bias) or (name[1] == "3" and not self.expert.gated)
+            size = num_experts // num_ranks, *shape
+            weights[name] = None if absent else torch.empty(size, device=device, dtype=dtype)
+        self.register(weights, ep_group)
         self.configure(Fp8FlowMoEConfig() if config is None else config)
-        self.ep_group = None if mesh is None else mesh.get_group()
-        self.register_load_state_dict_pre_hook(_check_stored)
-        if mesh is not None:
-            self.register_load_state_dict_pre_hook(_spread_plain_weights)
         self.reset_parameters()
 
     @staticmethod
@@ -206,20 +225,6 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         if self.lora_scale is not None:
             self.reset_lora_parameters()
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "RoutedExperts":
-        super()._apply(*args, **kwargs)
-        for weight in self.parameters():
-            if self.ep_group is not None and isinstance(weight, DTensor):
-                follow_device(weight, self.ep_group)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"ep_group": self.ep_group is not None}  # the weights' mesh knows it
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.ep_group = group_of(cast(DTensor, self.w1)) if state["ep_group"] else None
-
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
         if not isinstance(self, FSDPModule):
             return super().__call__(x, topk_ids, topk_scores, **kwargs)
@@ -268,8 +273,9 @@ class Fp8RoutedExperts(_RunsLayer):
 
     With scales that are powers of two, output and gradients of x and the scores equal those of experts with the
     dequantized weights; other weights bf16 would round. The parameters hold integers, so that casts such as
-    ``.bfloat16()`` and mixed precision leave them alone, and PyTorch refuses a gradient of them. With
-    ``ep_group`` they are this rank's, and so are those in its state dict.
+    ``.bfloat16()`` and mixed precision leave them alone, and PyTorch refuses a gradient of them. An average of
+    such codes means nothing: average only parameters that require gradients. With ``ep_group`` they are DTensors, as in
+    :class:`RoutedExperts`.
 
     Attributes:
         w13, w13_scale: gate and up (E, 2H, D) uint8 and (E, 2H // 128, D // 128), or up alone without a gate. Scales
@@ -295,12 +301,12 @@ class Fp8RoutedExperts(_RunsLayer):
     ):
         super().__init__()
         require_config(config, "experts stored in FP8", "recompute", "save_h", *TRANSPORT)
-        self.expert, self.config, self.ep_group = expert, config, ep_group
+        self.expert, self.config = expert, config
+        weights: dict[str, Tensor | None] = {}
         for name, weight in (("w13", w13), ("w2", w2)):
             bits, _ = SCALE_BITS[weight.scale.dtype]
-            for key, tensor in ((name, weight.q.view(torch.uint8)), (f"{name}_scale", weight.scale.view(bits))):
-                self.register_parameter(key, nn.Parameter(tensor.detach(), requires_grad=False))
-        self.register_load_state_dict_pre_hook(_check_stored)
+            weights |= {name: weight.q.detach().view(torch.uint8), f"{name}_scale": weight.scale.detach().view(bits)}
+        self.register(weights, ep_group)
 
     def fp8_matrices(self) -> list[str]:
         return ["w13", "w2"]
@@ -308,10 +314,12 @@ class Fp8RoutedExperts(_RunsLayer):
     def adaptable(self) -> dict[str, Fp8Weight]:
         return dict(zip(("w1", "w2"), self.weights(), strict=True))
 
+    @torch.no_grad()
     def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
-        """Gate and up in one, and down."""
-        w13_scale, w2_scale = (scale.detach().view(_SCALES[scale.dtype]) for scale in (self.w13_scale, self.w2_scale))
-        return Fp8Weight(self.w13.detach().view(FP8), w13_scale), Fp8Weight(self.w2.detach().view(FP8), w2_scale)
+        """This rank's gate and up in one, and down."""
+        w13, w13_scale, w2, w2_scale = map(local_of, (self.w13, self.w13_scale, self.w2, self.w2_scale))
+        w13_scale, w2_scale = (scale.view(_SCALES[scale.dtype]) for scale in (w13_scale, w2_scale))
+        return Fp8Weight(w13.view(FP8), w13_scale), Fp8Weight(w2.view(FP8), w2_scale)
 
     def for_layer(self) -> Experts:
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
@@ -382,7 +390,7 @@ def _spread_plain_weights(
             lists[-1].append(  # the errors
                 f"{prefix}{name} is {tuple(plain.shape)}, and the experts of all ranks are {tuple(weight.shape)}; "
                 "make DTensors of weights that each rank saved for itself, then load them: "
-                "DTensor.from_local(weight, experts.w1.device_mesh, experts.w1.placements)"
+                f"DTensor.from_local(weight, experts.{name}.device_mesh, experts.{name}.placements)"
             )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_fp8moe.layer.host import HostExperts, HostLayer, pinned_like
 from titan_fp8moe.nn.modules import Fp8RoutedExperts
-from titan_fp8moe.nn.parallel import leave_out_of_ddp
+from titan_fp8moe.nn.parallel import leave_out_of_ddp, local_of, sharded_by_fsdp
 from titan_fp8moe.recipe import FP8
 
 GIB = 2**30
@@ -49,25 +49,20 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     found = {module: names for module in model.modules() if (names := _stored(module))}
-    weights = [[getattr(module, name) for name in names] for module, names in found.items()]
-    _check(model, weights)
-    for done, layer in enumerate(weights, 1):
-        for q in layer:
-            if not q.is_pinned():
-                q.data = pinned_like(q).copy_(q)
-        gib = sum(q.nbytes for layer in weights[:done] for q in layer) / GIB
-        end = "\n" if done == len(weights) else ""
-        line = f"\roffload_experts: {done} of {len(weights)} layers, {gib:.1f} GiB in host memory"
+    _check(model, found)
+    weights: list[list[Tensor]] = []
+    for done, (module, names) in enumerate(found.items(), 1):
+        weights.append([_pinned(getattr(module, name)) for name in names])
+        gib = sum(q.nbytes for layer in weights for q in layer) / GIB
+        end = "\n" if done == len(found) else ""
+        line = f"\roffload_experts: {done} of {len(found)} layers, {gib:.1f} GiB in host memory"
         print(line, end=end, file=sys.stderr, flush=True)
-    offloaded = {q for layer in weights for q in layer}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor not in offloaded and tensor.device != device:
-            tensor.data = tensor.data.to(device)
-    experts = HostExperts([[q.detach().view(FP8) for q in layer] for layer in weights], device)
+    experts = HostExperts(weights, device)
     for index, (module, names) in enumerate(found.items()):
         cast(Any, module).fp8_host = HostLayer(experts, index)
         module.register_load_state_dict_pre_hook(_await_copies)
         module._apply = functools.partial(_apply_to_others, module, names)
+    nn.Module.to(model, device)
     # DDP takes parameters on one kind of device. It would also send rank 0's experts to all ranks.
     names = [
         f"{prefix}.{name}".lstrip(".")
@@ -76,6 +71,20 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
         for name, _ in module.named_parameters(recurse=False)
     ]
     leave_out_of_ddp(model, names)
+
+
+def _pinned(param: nn.Parameter) -> Tensor:
+    """A parameter's values, of a DTensor this rank's, which are in page-locked memory from now on."""
+    q = local_of(param)
+    if not q.is_pinned():
+        q = pinned_like(q).copy_(q)
+        if isinstance(param, DTensor):  # which has a device of its own
+            here = torch.empty_like(param.detach(), device="cpu")
+            here.to_local().data = q
+            torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=False))
+        else:
+            param.data = q
+    return local_of(param).detach().view(FP8)
 
 
 def _apply_to_others(module: nn.Module, names: list[str], *args: Any, **kwargs: Any) -> nn.Module:
@@ -108,14 +117,16 @@ def _stored(module: nn.Module) -> list[str]:
     return names
 
 
-def _check(model: nn.Module, weights: list[list[Tensor]]) -> None:
-    if not weights:
+def _check(model: nn.Module, found: dict[nn.Module, list[str]]) -> None:
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no experts stored in FP8 to offload; make them with RoutedExperts.from_fp8, "
             "or load a checkpoint that titan_fp8moe.export_fp8 wrote"
         )
-    if any(isinstance(q, DTensor) for layer in weights for q in layer):
+    params = [(getattr(module, name), module) for module, names in found.items() for name in names]
+    if any(sharded_by_fsdp(param, getattr(module, "ep_group", None)) for param, module in params):
         raise ValueError("FSDP shards these experts; leave them out of fully_shard, so that each rank offloads its own")
+    weights = [[local_of(getattr(module, name)) for name in names] for module, names in found.items()]
     there = sum(q.nbytes for layer in weights for q in layer if q.device.type != "cpu")
     # Of layers that are in host memory already, one at a time is there twice.
     again = max(sum(q.nbytes for q in layer if q.device.type == "cpu" and not q.is_pinned()) for layer in weights)

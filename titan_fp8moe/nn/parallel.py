@@ -81,17 +81,11 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
         ValueError: for another process group: DDP would not reduce the gradients of an expert's replicas.
     """
     experts = {n: p for n, p in model.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
-    stored = [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name, p in module.named_parameters(recurse=False)
-        if not p.is_floating_point() and getattr(module, "ep_group", None) is not None
-    ]  # this rank's, in FP8
-    leave_out_of_ddp(model, [*experts, *stored])
+    leave_out_of_ddp(model, [*experts])
     ddp = DistributedDataParallel(model, **kwargs)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     for name, param in experts.items():
-        if param.device_mesh.mesh.tolist() != ranks:
+        if param.is_floating_point() and param.device_mesh.mesh.tolist() != ranks:  # those stored in FP8 have none
             raise ValueError(
                 f"{name} is spread over {param.device_mesh}, and DDP has the ranks {ranks}: it would not reduce the "
                 "gradients of an expert's replicas; give DDP the ep_group as process_group, or shard the experts with "
@@ -141,12 +135,18 @@ def mesh_of(ep_group: dist.ProcessGroup | DeviceMesh, device: torch.device) -> D
 
 def spread(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's experts (E, ...) as a part of the experts of all ranks, without communication."""
+    if local.storage_offset():  # torch can neither copy nor save such a DTensor
+        local = local.clone()
     return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
 
 
 def local_of(tensor: Any) -> Any:
     """This rank's part of a DTensor; another tensor, or None, as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_by_fsdp(weight: Any, ep_group: dist.ProcessGroup | None) -> bool:
+    return isinstance(weight, DTensor) and (ep_group is None or weight.device_mesh.ndim > 1)
 
 
 def uniform_by_expert_(weights: Sequence[Tensor], bounds: Sequence[float], spread: bool) -> None:

@@ -41,11 +41,10 @@ class _Layer(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """Experts of all ranks. Parameters are DTensors where ranks share them, but not those stored in FP8. Of a
-        parameter that ZeRO-3 has partitioned only the shape is whole."""
+        """Experts of all ranks. Parameters are DTensors where ranks share them. Of a parameter that ZeRO-3 has
+        partitioned only the shape is whole."""
         weight = next(self.experts.parameters())
-        group = self.experts.ep_group if isinstance(self.experts, Fp8RoutedExperts) else None
-        return getattr(weight, "ds_shape", weight.shape)[0] * (1 if group is None else group.size())
+        return getattr(weight, "ds_shape", weight.shape)[0]
 
     def run(self, mode: "_Choice", forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Tensor | None]:
         """The block's output, and the ids with which its experts were called; None if they got none."""
