@@ -10,7 +10,7 @@ experts: along dim 0, evenly.
 """
 
 import weakref
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class Fp8AllGather(nn.Module):
             if param.ndim == 3:  # not a bias
                 gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "Fp8AllGather":
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)
         if self.gathers_fp8:  # the parameters' local tensors are new ones, as when they leave the meta device
             self.gather_in_fp8()

@@ -1,7 +1,7 @@
 """The routed experts, and a linear, as modules for any model."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ class _RunsLayer(AddsLora):
         if mesh is not None:
             self.register_load_state_dict_pre_hook(_spread_plain_weights)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "_RunsLayer":
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)
         for weight in self.parameters():
             if self.ep_group is not None and isinstance(weight, DTensor):

@@ -80,7 +80,7 @@ def _pinned(param: nn.Parameter) -> Tensor:
         q = pinned_like(q).copy_(q)
         if isinstance(param, DTensor):  # which has a device of its own
             here = torch.empty_like(param.detach(), device="cpu")
-            here.to_local().data = q
+            local_of(here).data = q
             torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=False))
         else:
             param.data = q
