@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.layer import DEVICE
-from titan_fp8moe import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe import Fp8FlowLinear, Fp8Weight, RoutedExperts
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,12 @@ def test_a_linear_of_dtensors(group, weight, x):
 
 
 def test_weights_that_fsdp_has_not_gathered(group):
+    mesh = init_device_mesh(DEVICE, (1, 1), mesh_dim_names=("dp", "ep"))
     experts, linear = RoutedExperts(4, 128, 128, device=DEVICE), Fp8FlowLinear(128, 128, device=DEVICE)
-    fully_shard(nn.Sequential(experts, linear), mesh=init_device_mesh(DEVICE, (1,)))
+    spread = RoutedExperts(4, 128, 128, device=DEVICE, ep_group=mesh["ep"])
+    stored = RoutedExperts.from_fp8(*map(Fp8Weight.quantize, experts.adaptable().values()))
+    fully_shard(nn.Sequential(experts, spread, stored, linear), mesh=mesh["dp"])
     x, ids = torch.randn(8, 128, device=DEVICE), torch.zeros(8, 1, dtype=torch.int64, device=DEVICE)
-    for call in (lambda: experts(x, ids, torch.ones(8, 1, device=DEVICE)), lambda: linear(x)):
+    for module in (experts, spread, stored, linear):
         with pytest.raises(RuntimeError, match="call the module that FSDP wraps"):
-            call()
+            module(x) if module is linear else module(x, ids, torch.ones(8, 1, device=DEVICE))

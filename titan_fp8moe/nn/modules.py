@@ -22,7 +22,15 @@ from titan_fp8moe.layer.operands import WeightCache, own_cache
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
 from titan_fp8moe.nn.lora import AddsLora
-from titan_fp8moe.nn.parallel import follow_device, group_of, local_of, mesh_of, spread, uniform_by_expert_
+from titan_fp8moe.nn.parallel import (
+    follow_device,
+    group_of,
+    local_of,
+    mesh_of,
+    sharded_by_fsdp,
+    spread,
+    uniform_by_expert_,
+)
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import FP8, SCALE_BITS
 from titan_fp8moe.spec import ExpertSpec
@@ -245,8 +253,7 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         weights: Any = ExpertWeights(self.w1, self.w2, self.w3)
         biases: Any = None if (b1 := self.b1) is None else Biases(b1, self.b2, self.b3)
         frozen, alone = are_frozen(weights), self.ep_group is None
-        if alone and isinstance(self.w1, DTensor) and not _replicated(self.w1):
-            raise RuntimeError(f"these experts are one rank's shard; {_GATHER}")
+        _require_gathered(self.w1, self.ep_group)
         # Elsewhere the layer reads DTensors, faster than to_local() does.
         if self.gathers_fp8 or (isinstance(self.w1, DTensor) and (alone or torch.compiler.is_compiling())):
             weights = ExpertWeights(*self.local_weights(*weights))
@@ -322,6 +329,7 @@ class Fp8RoutedExperts(_RunsLayer):
         return Fp8Weight(w13.view(FP8), w13_scale), Fp8Weight(w2.view(FP8), w2_scale)
 
     def for_layer(self) -> Experts:
+        _require_gathered(self.w13, self.ep_group)
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
         lora, host = self.lora(), self.fp8_host
         return Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=lora, host=host)
@@ -336,6 +344,11 @@ _GATHER = "call the module that FSDP wraps, or register_fsdp_forward_method(modu
 
 def _replicated(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def _require_gathered(weight: Tensor, ep_group: dist.ProcessGroup | None) -> None:
+    if sharded_by_fsdp(weight, ep_group) and not _replicated(cast(DTensor, weight)):
+        raise RuntimeError(f"these experts are one rank's shard; {_GATHER}")
 
 
 def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
