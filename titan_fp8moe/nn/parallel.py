@@ -85,7 +85,8 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
     ddp = DistributedDataParallel(model, **kwargs)
     ranks = dist.get_process_group_ranks(ddp.process_group)
     for name, param in experts.items():
-        if param.is_floating_point() and param.device_mesh.mesh.tolist() != ranks:  # those stored in FP8 have none
+        trains = param.is_floating_point()  # not if stored in FP8
+        if trains and param.device_mesh.mesh.tolist() != ranks:
             raise ValueError(
                 f"{name} is spread over {param.device_mesh}, and DDP has the ranks {ranks}: it would not reduce the "
                 "gradients of an expert's replicas; give DDP the ep_group as process_group, or shard the experts with "
