@@ -89,6 +89,22 @@ class _RunsLayer(AddsLora):
         super().__setstate__(state)
         self.ep_group = group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
 
+    def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
+        if not isinstance(self, FSDPModule):
+            return super().__call__(x, topk_ids, topk_scores, **kwargs)
+        shared = kwargs.get("shared")
+        if isinstance(shared, SharedExperts) and shared.scores is not None:
+            scores: Any = KeepDtype(shared.scores)
+            kwargs["shared"] = shared._replace(scores=scores)
+        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
+        prepends, and before the others."""
+        if not self._forward_pre_hooks:
+            super().register_forward_pre_hook(_unwrap_scores)
+        return super().register_forward_pre_hook(hook, **options)
+
     def for_layer(self) -> Experts:
         """The record that a layer takes."""
         raise NotImplementedError
@@ -232,22 +248,6 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
             uniform_by_expert_(list(weights.values()), bounds, spread=self.ep_group is not None)
         if self.lora_scale is not None:
             self.reset_lora_parameters()
-
-    def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
-        if not isinstance(self, FSDPModule):
-            return super().__call__(x, topk_ids, topk_scores, **kwargs)
-        shared = kwargs.get("shared")
-        if isinstance(shared, SharedExperts) and shared.scores is not None:
-            scores: Any = KeepDtype(shared.scores)
-            kwargs["shared"] = shared._replace(scores=scores)
-        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
-
-    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-        """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
-        prepends, and before the others."""
-        if not self._forward_pre_hooks:
-            super().register_forward_pre_hook(_unwrap_scores)
-        return super().register_forward_pre_hook(hook, **options)
 
     def for_layer(self) -> Experts:
         weights: Any = ExpertWeights(self.w1, self.w2, self.w3)
