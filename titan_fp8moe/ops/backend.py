@@ -53,7 +53,8 @@ def custom_op(function: Callable[P, R], name: str = "", of_backward: bool = Fals
     op = getattr(torch.ops.titan_fp8moe, name).default
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        compile_traced(name, args, kwargs)
+        if not is_recording():
+            compile_traced(name, args, kwargs)
         with recording():
             return function(*args, **kwargs)
 
