@@ -286,8 +286,8 @@ class ExpertsFunction(torch.autograd.Function):
         spec = call.spec
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         weights, biases, adapters = call.stored or inputs.weights, list(inputs.biases or ()), list(inputs.adapters)
-        ctx.copies = copies_for(call.cache, weights, spec.expert)
-        ctx.shared_copies = copies_for(call.shared_cache, one_expert(inputs.shared))
+        ctx.copies = call.cache and copies_for(call.cache, weights, spec.expert)
+        ctx.shared_copies = call.shared_cache and copies_for(call.shared_cache, one_expert(inputs.shared))
         spec = spec._replace(kept=ctx.copies is not None, shared_kept=ctx.shared_copies is not None)
         layer = encode(spec)
         needs_x, needs_scores, *_ = ctx.needs_input_grad

@@ -252,10 +252,11 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
     def for_layer(self) -> Experts:
         weights: Any = ExpertWeights(self.w1, self.w2, self.w3)
         biases: Any = None if (b1 := self.b1) is None else Biases(b1, self.b2, self.b3)
-        frozen, alone = are_frozen(weights), self.ep_group is None
-        _require_gathered(self.w1, self.ep_group)
+        frozen, are_dtensors = are_frozen(weights), isinstance(self.w1, DTensor)
+        if are_dtensors:
+            _require_gathered(cast(DTensor, self.w1), self.ep_group)
         # Elsewhere the layer reads DTensors, faster than to_local() does.
-        if self.gathers_fp8 or (isinstance(self.w1, DTensor) and (alone or torch.compiler.is_compiling())):
+        if self.gathers_fp8 or (are_dtensors and (self.ep_group is None or torch.compiler.is_compiling())):
             weights = ExpertWeights(*self.local_weights(*weights))
             biases = biases and Biases(*map(local_of, biases))
         cache = cache_of(self, frozen)
@@ -329,7 +330,8 @@ class Fp8RoutedExperts(_RunsLayer):
         return Fp8Weight(w13.view(FP8), w13_scale), Fp8Weight(w2.view(FP8), w2_scale)
 
     def for_layer(self) -> Experts:
-        _require_gathered(self.w13, self.ep_group)
+        if isinstance(self.w13, DTensor):
+            _require_gathered(self.w13, self.ep_group)
         weights: ExpertWeights[Any] = ExpertWeights(*self.weights())
         lora, host = self.lora(), self.fp8_host
         return Experts(weights, self.config, self.ep_group, self.expert, frozen=True, lora=lora, host=host)
@@ -346,8 +348,8 @@ def _replicated(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
-def _require_gathered(weight: Tensor, ep_group: dist.ProcessGroup | None) -> None:
-    if sharded_by_fsdp(weight, ep_group) and not _replicated(cast(DTensor, weight)):
+def _require_gathered(weight: DTensor, ep_group: dist.ProcessGroup | None) -> None:
+    if sharded_by_fsdp(weight, ep_group) and not _replicated(weight):
         raise RuntimeError(f"these experts are one rank's shard; {_GATHER}")
 
 
