@@ -1,6 +1,5 @@
 import gc
 import os
-import time
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.distributed as dist
 from titan_fp8moe.kernels import warm_up
 
 begin, warm_up.begin = warm_up.begin, lambda *_: None  # a test compiles its kernels itself
-EVERY_S = 10
 LONGEST = (
     *("tests/distributed/test_layouts", "tests/test_kernels_compile", "tests/test_transformers"),
     *("tests/test_checkpoint", "tests/test_compiling", "tests/test_gemm_compile"),
@@ -24,38 +22,6 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "drawn_layer" in metafunc.fixturenames:
         metafunc.parametrize("drawn_layer", range(metafunc.config.getoption("--layers")))
-
-
-@pytest.hookimpl(trylast=True)  # after the terminal reporter exists
-def pytest_configure(config):
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Progress(terminal))
-
-
-class Progress:
-    """Names each failed test as it fails. Every ten seconds it prints how many tests of all are done."""
-
-    def __init__(self, terminal):
-        self.terminal, self.begin = terminal, time.monotonic()
-        self.printed, self.done, self.failed = self.begin, 0, 0
-
-    @pytest.hookimpl(trylast=True)  # after the letter of the test
-    def pytest_runtest_logreport(self, report):
-        now = time.monotonic()
-        self.done += report.when == "teardown"
-        if report.failed:
-            self.failed += 1
-            self.print(f"FAILED {report.nodeid}")
-        elif report.when == "teardown" and now - self.printed >= EVERY_S:
-            total = self.terminal._session.testscollected
-            self.print(f"{self.done} of {total} tests, {self.failed} failed, {now - self.begin:.0f} s")
-            self.printed = now
-
-    def print(self, line):
-        if self.terminal._tw.width_of_current_line:
-            self.terminal._tw.line()
-        self.terminal.write_line(line)
 
 
 def pytest_collection_modifyitems(config, items):

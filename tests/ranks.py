@@ -1,13 +1,13 @@
-"""Several expert-parallel ranks in one process: workspaces as plain tensors, and the all-to-all path's results."""
+"""Several expert-parallel ranks in one process, whose workspaces are plain tensors."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_fp8moe import ops, recipe
+from titan_fp8moe import ops
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
-from titan_fp8moe.recipe import E8M0, FP8, TILE, unpack_combine, unpack_dispatch
+from titan_fp8moe.recipe import E8M0, FP8, TILE
 from titan_fp8moe.rows import RowBias
 
 
@@ -113,58 +113,6 @@ def exchange_all(
 def gradient(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Stands for the output's quantized gradient."""
     return tokens.q.flip(0), tokens.scale.view(torch.uint8).flip(0).view(E8M0)
-
-
-def all_to_all(
-    tokens: list[Tokens], num_local: int, b2_ED: Tensor | None = None, dim: int | None = None
-) -> list[Exchanged]:
-    """What the all-to-all path's ops give, with the exchange of payloads done here."""
-    N, T, D, K = len(tokens), tokens[0].q.shape[0], dim or tokens[0].q.shape[1], tokens[0].ids.shape[1]
-    sent = [ops.dispatch_routing(t.ids, N, num_local) for t in tokens]
-    splits = [counts_N[:, 0].tolist() for _, _, counts_N in sent]
-
-    def to_experts(payloads: list[Tensor]) -> list[Tensor]:
-        parts = [payload.split(split) for payload, split in zip(payloads, splits, strict=True)]
-        return [torch.cat([parts[source][n] for source in range(N)]) for n in range(N)]
-
-    def back(payloads: list[Tensor]) -> list[Tensor]:
-        parts = [payload.split([splits[source][n] for source in range(N)]) for n, payload in enumerate(payloads)]
-        return [torch.cat([parts[n][source] for n in range(N)]) for source in range(N)]
-
-    def pack(t: Tokens, s, q: Tensor, scale: Tensor, with_pairs: bool) -> Tensor:
-        sent_TK, token_C, counts_N = s
-        pairs = (t.ids, t.scores) if with_pairs else (None, None)
-        return ops.pack_dispatch(q, scale, token_C[: int(counts_N[:, 0].sum())], sent_TK, *pairs, num_local)
-
-    arrived = to_experts([pack(t, s, t.q, t.scale, True) for t, s in zip(tokens, sent, strict=True)])
-    state, payloads = [], []
-    for payload in arrived:
-        q, scale, ids, scores = unpack_dispatch(payload, D, K)
-        routing = ops.expert_routing(ids, scores, num_local, recipe.row_capacity(N * T * K, num_local))
-        x = ops.permute_rows(q, scale, routing[3], routing[1], routing[0])
-        state.append((q, scale, x, routing))
-        offsets, _, score_M, row_CK = routing
-        payloads.append(ops.pack_combine(stand_in(*x, dim)[0], None, row_CK, b2_ED, score_M, offsets))
-    outs = [
-        ops.unpermute_sum(unpack_combine(payload, D, 0)[0], s[0], torch.float32)
-        for payload, s in zip(back(payloads), sent, strict=True)
-    ]
-    arrived = to_experts([pack(t, s, *gradient(t), False) for t, s in zip(tokens, sent, strict=True)])
-    payloads = []
-    for payload, (_, _, _, routing) in zip(arrived, state, strict=True):
-        dy = ops.permute_rows(*unpack_dispatch(payload, D, 0)[:2], routing[3], routing[1], routing[0])
-        payloads.append(ops.pack_combine(*stand_in(*dy, dim), routing[3]))
-    results = []
-    for n, payload in enumerate(back(payloads)):
-        q, scale, (x, x_scale), (offsets, token_M, score_M, row_CK) = state[n]
-        end = int(offsets[-1])
-        rows, ds = unpack_combine(payload, D, K)
-        grads = ops.unpermute_gradients(rows, ds, sent[n][0], torch.float32)
-        # In an exchange the pairs that a rank serves come first.
-        row_CK = row_CK.gather(1, (row_CK < 0).int().argsort(dim=1, stable=True))
-        kept = x[:end], x_scale[:end], q, scale, offsets, token_M[:end], score_M[:end], row_CK
-        results.append(Exchanged(*kept, outs[n], *grads))
-    return results
 
 
 def assert_equal(got: list[Exchanged], want: list[Exchanged]) -> None:

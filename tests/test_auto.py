@@ -1,6 +1,5 @@
 """When ``dispatch = "auto"`` goes over to symmetric memory, and back."""
 
-import dataclasses
 import logging
 
 import pytest
@@ -38,19 +37,26 @@ def steps(count: int, rows: int) -> None:
 
 
 def route() -> tuple[str, float]:
-    config = dataclasses.replace(Fp8FlowMoEConfig(), dispatch="auto")
-    return config.backend.description, auto.room()
+    return Fp8FlowMoEConfig(dispatch="auto").backend.description, auto.room()
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "room"),
-    [(1000, 500, 1.25), (1136, 500, 1.25), (1137, 500, 1.5), (1000, 600, 1.5), (2272, 500, 2.5)],
+    ("layers", "room"),  # of each step (rows, tokens)
+    [
+        (19 * [[(100, 500)]] + [[(1000, 500), (1136, 500), (1000, 500)]], 1.25),
+        (19 * [[(100, 500)]] + [[(1000, 500), (1137, 500), (1000, 500)]], 1.5),
+        (19 * [[(100, 500)]] + [[(1000, 600)]], 1.5),
+        (20 * [[(2272, 500)]], 2.5),
+        (19 * [[(100, 500)]], 0),
+        ([[(2273, 500)]] + 19 * [[(1000, 500)]], 0),  # more than any room
+        ([[(2273, 500)]] + 20 * [[(1000, 500)]], 1.25),
+        (20 * [[]], 0),
+    ],
 )
-def test_room_for_the_fullest_layer_and_a_tenth(rows, tokens, room):
-    steps(19, 100)
-    assert route() == ("all-to-all", 0)
-    auto.run_step(lambda: (note(1000), note(rows, tokens), note(1000)), lambda: None)
-    assert route() == ("symmetric memory", room)
+def test_room_for_the_fullest_layer_of_the_last_steps_and_a_tenth(layers, room):
+    for step in layers:
+        auto.run_step(lambda step=step: [note(*needed) for needed in step], lambda: None)
+    assert route() == ("symmetric memory" if room else "all-to-all", room)
     with torch.no_grad():
         assert route()[0] == "all-to-all"
 
@@ -68,20 +74,6 @@ def test_buffers_may_be_filled_to_the_margin(monkeypatch):
     monkeypatch.setattr(auto, "MARGIN", 1.25)
     steps(20, 1000)
     assert auto.room() == 1.25
-
-
-def test_the_fullest_of_the_last_steps_counts():
-    steps(1, 2273)  # more than any room
-    steps(19, 1000)
-    assert not auto.is_fast()
-    steps(1, 1000)
-    assert auto.room() == 1.25
-
-
-def test_steps_without_a_layer_do_not_count():
-    for _ in range(20):
-        auto.run_step(lambda: None, lambda: None)
-    assert not auto.is_fast()
 
 
 def test_room_for_all_that_can_come_suffices():
@@ -119,22 +111,23 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("layers", "reason"),
-    [((2500,), "for more than 2.5 times"), ((2200, 400, 400), "too little memory for 2.5 times")],
+    ("layers", "room", "reason"),
+    [
+        ((1800, 200), 2.0, ""),
+        ((2200, 1150, 1150), 2.5, ""),
+        ((2200, 400, 400), 0, "too little memory for 2.5 times"),
+        ((2500,), 0, "for more than 2.5 times"),
+    ],
 )
-def test_the_log_says_why(gpu, caplog, layers, reason):
-    for _ in range(110):
-        auto.run_step(lambda: [note(rows) for rows in layers], lambda: None)
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "100 steps over the all-to-all" in said and reason in said
-
-
-@pytest.mark.parametrize(("layers", "room"), [((1800, 200), 2.0), ((2200, 400, 400), 0), ((2200, 1150, 1150), 2.5)])
-def test_memory_for_the_rows_of_the_room(gpu, layers, room):
-    """The mean of the layers' rows is what the peak has been for."""
+def test_memory_for_the_rows_of_the_room(gpu, caplog, layers, room, reason):
+    """The mean of the layers' rows is what the peak has been for. The log says why it does not suffice."""
     for _ in range(20):
         auto.run_step(lambda: [note(rows) for rows in layers], lambda: None)
     assert auto.room() == room
+    for _ in range(0 if room else 90):
+        auto.run_step(lambda: [note(rows) for rows in layers], lambda: None)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert reason in said and ("100 steps over the all-to-all" in said) == (not room)
 
 
 @pytest.mark.parametrize(
@@ -173,77 +166,58 @@ def test_disabled_nothing_is_run_again():
         auto.run_step(lambda: (_ for _ in ()).throw(NoRoom("full")), lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "shards", "reason", "way"),
-    [
-        ({}, (2, 1), None, "dispatch over all-to-all, and over symmetric memory once all rows fit"),
-        ({}, (4, 1), None, "dispatch over all-to-all: 4 ranks share the experts and a node has 2"),
-        ({}, (2, 2), None, "dispatch over all-to-all: 4 ranks share the experts and a node has 2"),
-        ({}, (2, 1), "a job's reason", "dispatch over all-to-all: a job's reason"),
-        ({}, (1, 1), None, ""),
-        (dict(dispatch="all_to_all"), (2, 1), None, "dispatch over all-to-all"),
-        (dict(dispatch="symmetric"), (2, 1), None, "dispatch over symmetric memory"),
-    ],
-)
-def test_which_jobs_may_take_symmetric_memory(monkeypatch, settings, shards, reason, way):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    layout = preflight.ExpertLayout(*shards, 1, 64)
-    assert auto_dispatch.prepare(Fp8FlowMoEConfig(**settings), layout, reason) == way
-    assert auto.is_enabled() == way.endswith("once all rows fit")
+ONCE_ALL_FIT = "all-to-all, and over symmetric memory once all rows fit"
+IF_A_NODE = ", if the 32 ranks share a node"
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "gpus", "way"),
+    # The experts' ranks and those of their hidden dims, a node's ranks if a launcher tells, GPUs.
+    ("dispatch", "shards", "ranks", "gpus", "way"),
     [
-        ("auto", 0, "all-to-all, and over symmetric memory once all rows fit, if the 32 ranks share a node"),
-        ("auto", 8, "all-to-all: 32 ranks share the experts and a node has 8"),
-        ("auto", 64, "all-to-all, and over symmetric memory once all rows fit, if the 32 ranks share a node"),
-        ("symmetric", 8, "symmetric memory, if the 32 ranks share a node"),
-        ("all_to_all", 0, "all-to-all"),
+        ("auto", (2, 1), "2", 0, ONCE_ALL_FIT),
+        ("auto", (4, 1), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
+        ("auto", (2, 2), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
+        ("all_to_all", (2, 1), "2", 0, "all-to-all"),
+        ("symmetric", (2, 1), "2", 0, "symmetric memory"),
+        ("auto", (32, 1), None, 0, ONCE_ALL_FIT + IF_A_NODE),
+        ("auto", (32, 1), None, 8, "all-to-all: 32 ranks share the experts and a node has 8"),
+        ("auto", (32, 1), None, 64, ONCE_ALL_FIT + IF_A_NODE),
+        ("symmetric", (32, 1), None, 8, "symmetric memory" + IF_A_NODE),
+        ("all_to_all", (32, 1), None, 0, "all-to-all"),
+        ("auto", (2, 1), None, -2, "all-to-all: a GPU cannot access another one's memory"),
     ],
 )
-def test_without_torchrun_nobody_tells_how_many_ranks_a_node_has(monkeypatch, dispatch, gpus, way):
+def test_which_jobs_may_take_symmetric_memory(monkeypatch, dispatch, shards, ranks, gpus, way):
+    """A negative number of GPUs cannot read each other. A dry run knows no node, whatever this machine has; the job may
+    have a reason of its own, and experts on one rank send nothing."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    layout = preflight.ExpertLayout(32, 1, 1, 64)
-    said, _ = auto_dispatch.describe(Fp8FlowMoEConfig(dispatch=dispatch), layout, None)
-    assert said == f"dispatch over {way}"
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: abs(gpus))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: gpus > 0)
+    config, layout = Fp8FlowMoEConfig(dispatch=dispatch), preflight.ExpertLayout(*shards, 1, 64)
+    assert auto_dispatch.prepare(config, layout, None) == f"dispatch over {way}"
+    assert auto.is_enabled() == way.startswith(ONCE_ALL_FIT)
+    assert auto_dispatch.prepare(config, layout._replace(expert_shards=1), None) == "" and not auto.is_enabled()
+    if dispatch == "auto":
+        assert auto_dispatch.prepare(config, layout, "its reason") == "dispatch over all-to-all: its reason"
+        assert not auto.is_enabled()
+    with preflight.for_other_machines():
+        ends = "" if dispatch == "all_to_all" else f", if the {shards[0] * shards[1]} ranks share a node"
+        assert auto_dispatch.prepare(config, layout, None).endswith(ends) and not auto.is_enabled()
 
 
-def test_a_dry_run_knows_no_node(monkeypatch):
-    """Whatever this machine's launcher and GPUs are."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for dispatch in ("auto", "symmetric"):
-        with preflight.for_other_machines():
-            way, _ = auto_dispatch.describe(
-                Fp8FlowMoEConfig(dispatch=dispatch), preflight.ExpertLayout(32, 1, 1, 64), None
-            )
-        assert way.endswith(", if the 32 ranks share a node")
+def full() -> None:
+    if auto.is_fast():
+        raise NoRoom("full")
 
 
-def test_gpus_that_cannot_read_each_other_take_the_all_to_all(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    way = auto_dispatch.prepare(Fp8FlowMoEConfig(), preflight.ExpertLayout(2, 1, 1, 64), None)
-    assert way == "dispatch over all-to-all: a GPU cannot access another one's memory" and not auto.is_enabled()
-
-
-def again(train_step, *model_parts: torch.nn.Module) -> None:
-    """A step of this trainer, which has no room the first time."""
+def trainer(train_step, *model_parts: torch.nn.Module):
+    """One with these steps, after steps that lead to symmetric memory."""
+    kind = type("Trainer", (), dict(model_parts=list(model_parts), ntokens_seen=100, train_step=train_step))
+    auto_dispatch.run_steps_again(kind)
     steps(20, 500)
-
-    class Trainer:
-        ntokens_seen = 0
-
-        def train_step(self, data_iterator):
-            train_step()
-            if auto.is_fast():
-                raise NoRoom("full")
-
-    Trainer.model_parts = list(model_parts)
-    auto_dispatch.run_steps_again(Trainer)
-    Trainer().train_step(iter([]))
+    return kind()
 
 
 def test_what_a_forward_leaves_behind_is_cleared():
@@ -251,76 +225,66 @@ def test_what_a_forward_leaves_behind_is_cleared():
     for name in ("tokens_per_expert", "tokens_per_expert_E", "nan_flags", "expert_bias"):
         layer.register_buffer(name, torch.zeros(2))
 
-    def train_step():
+    def train_step(self, data):
         for buffer in layer.buffers():
             buffer += 1
+        full()
 
-    again(train_step, torch.nn.Sequential(layer))
+    trainer(train_step, torch.nn.Sequential(layer)).train_step(iter([]))
     assert [name for name, buffer in layer.named_buffers() if (buffer == 2).all()] == ["expert_bias"]
 
 
 @pytest.mark.parametrize("where", ["dataloader", "forward"])
 def test_a_step_that_runs_again_counts_its_tokens_once(where):
     """torchtitan 0.2.2 counts them as it loads them, 0.3 in each forward. The step logs their number."""
-    steps(20, 500)
-    logged, outcomes = [], [NoRoom("full"), None]
+    logged = []
 
-    class Trainer:
-        model_parts, ntokens_seen = [], 100
-
-        def train_step(self, data_iterator):
-            for size in [next(data_iterator) for _ in range(2)]:
-                self.ntokens_seen += size if where == "forward" else 0
-            if error := outcomes.pop(0):
-                raise error
-            logged.append(self.ntokens_seen)
+    def train_step(self, data):
+        for size in [next(data) for _ in range(2)]:
+            self.ntokens_seen += size if where == "forward" else 0
+        full()
+        logged.append(self.ntokens_seen)
 
     def load():
         for size in (3, 4):
-            trainer.ntokens_seen += size if where == "dataloader" else 0
+            its.ntokens_seen += size if where == "dataloader" else 0
             yield size
 
-    auto_dispatch.run_steps_again(Trainer)
-    trainer = Trainer()
-    trainer.train_step(load())
-    assert logged == [107] and trainer.ntokens_seen == 107
+    its = trainer(train_step)
+    its.train_step(load())
+    assert logged == [107] and its.ntokens_seen == 107
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("noise", ["dropout", "router", "compiled"])
-def test_a_step_that_runs_again_draws_the_same_numbers(device, noise):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_that_runs_again_draws_the_same_numbers(device, compiled):
     """And the next steps those of a run over the all-to-all."""
-    layer = {
-        "dropout": torch.nn.Dropout(),
-        "router": lambda x: x + torch.randn_like(x),
-        "compiled": torch.compile(torch.nn.Dropout(), backend="aot_eager"),
-    }[noise]
+    layer = torch.compile(torch.nn.Dropout(), backend="aot_eager") if compiled else torch.nn.Dropout()
 
-    class Trainer:
-        model_parts, ntokens_seen, drawn = [], 0, []
+    def train_step(self, data):
+        self.drawn.append(layer(torch.ones(32, device=device)))
+        if self.drawn is second and len(second) == 2:
+            raise NoRoom("full")
 
-        def train_step(self, data_iterator):
-            self.drawn.append([layer(torch.ones(8, device=device)) for _ in range(next(data_iterator))])
-            if self.drawn is second and len(second) == 2:
-                raise NoRoom("full")
-
-    auto_dispatch.run_steps_again(Trainer)
-    first, second = [], []
-    for Trainer.drawn in (first, second):
-        steps(20, 500)
+    its, first, second = trainer(train_step), [], []
+    for its.drawn in (first, second):
         assert auto.is_fast()
         torch.manual_seed(0)
         for _ in range(3):
-            Trainer().train_step(iter([2]))
+            its.train_step(iter([]))
     assert len(first) == 3 and len(second) == 4 and not auto.is_fast()
-    for want, got in zip([*first[:2], *first[1:]], second, strict=True):
-        assert all(map(torch.equal, want, got))
+    assert all(map(torch.equal, [*first[:2], *first[1:]], second))
 
 
 def test_statistics_count_no_step_without_room():
     """Its rows are NaN. What is run again counts."""
     linear, x = Fp8FlowLinear(128, 128), torch.randn(64, 128, requires_grad=True)
     statistics.collect()
-    again(lambda: (linear(x) * (torch.nan if auto.is_fast() else 1)).sum().backward(), linear)
+
+    def train_step(self, data):
+        (linear(x) * (torch.nan if auto.is_fast() else 1)).sum().backward()
+        full()
+
+    trainer(train_step, linear).train_step(iter([]))
     counts = statistics.summarize(statistics.take("cpu"))
     assert counts["dy/nan_tiles"] == 0 and counts["dy/exponent_max"] == -8

@@ -4,79 +4,28 @@ The converter adds nothing to a checkpoint and takes nothing away, so what was s
 goes on where it was.
 """
 
-import copy
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torchtitan.config import JobConfig
 from torchtitan.models.deepseek_v3 import deepseekv3_args
-from torchtitan.models.deepseek_v3.model.model import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
-from tests.distributed.cases import CHECKPOINTS_FOUR, CHECKPOINTS_ONE, CHECKPOINTS_TWO, COMMON
+from tests.distributed.cases import CHECKPOINTS_FOUR, CHECKPOINTS_ONE, CHECKPOINTS_TWO
 from tests.distributed.conftest import WorkerResults, case_dir  # noqa: F401  case_dir is a fixture
-from tests.processes import run_workers
 
 State = dict[str, torch.Tensor]
 # Relative difference of losses between bf16 and FP8. With weights that were not loaded it is 5% and more.
 TOLERANCE = 0.005
 
 
-def make_seed_checkpoint(out: Path) -> None:
-    """By torchtitan's command line with the converter on, without a GPU."""
-    data = ("--training.dataset=c4_test", f"--training.dataset_path={out}/data", f"--job.dump_folder={out}/seed")
-    args = [*COMMON, *data, f"--model.hf_assets_path={out}/tokenizer", "--model.converters=fp8_flow_moe"]
-    run = run_workers("-m", 1, "torchtitan.train", *args, "--checkpoint.create_seed_checkpoint", cpu_only=True)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
-
-
-def write_quantized(folder: Path) -> State:
-    """A checkpoint as DeepSeek publishes them; returns torchtitan's state of its dequantized tensors.
-
-    Matrices of the layers are e4m3 with one fp32 scale per 128x128 block; router, norms, embeddings and output are
-    bf16, the routing bias is fp32. Scales and weights are in different files, too.
-    """
-    torch.manual_seed(0)
-    args = copy.deepcopy(deepseekv3_args["tiny"])
-    args.update_from_config(JobConfig())
-    with torch.device("meta"):
-        shapes = {name: value.shape for name, value in DeepSeekV3Model(args).state_dict().items()}
-    adapter, stored, expected = DeepSeekV3StateDictAdapter(args, None), {}, {}
-    for name, value in adapter.to_hf({name: torch.randn(shape) * 0.05 for name, shape in shapes.items()}).items():
-        stored[name] = value if name.endswith("e_score_correction_bias") else value.bfloat16()
-        expected[name] = stored[name].float()
-        if name.endswith("_proj.weight") or "kv_a_proj" in name:
-            N, K = value.shape
-            padded = torch.nn.functional.pad(value.abs(), (0, -K % 128, 0, -N % 128))
-            scale = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128)).amax((1, 3)) / 448
-            spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:N, :K]
-            stored[name], stored[f"{name}_scale_inv"] = (value / spread).to(torch.float8_e4m3fn), scale
-            expected[name] = stored[name].float() * spread
-    folder.mkdir()
-    weight_map = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(stored))}
-    for file in {*weight_map.values()}:
-        save_file({name: stored[name].contiguous() for name in stored if weight_map[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return adapter.from_hf(expected)
-
-
 @pytest.fixture(scope="module")
-def states(case_dir: Path) -> dict[str, State]:  # noqa: F811
-    """What the runs start from that no run has saved."""
-    make_seed_checkpoint(case_dir)
-    seed = read_dcp(case_dir / "seed/checkpoint/step-0")
-    return {"quantized": write_quantized(case_dir / "quantized"), "seed": model_only(seed)}
-
-
-@pytest.fixture(scope="module")
-def results(case_dir: Path, states: dict[str, State]) -> WorkerResults:  # noqa: F811
+def results(case_dir: Path) -> WorkerResults:  # noqa: F811
     groups = {1: [*CHECKPOINTS_ONE], 2: [*CHECKPOINTS_TWO], 4: [*CHECKPOINTS_FOUR]}
     return WorkerResults(case_dir, ("runner.py", "tests.distributed.training:run_checkpoints"), groups, cpu_only=True)
 
@@ -108,25 +57,18 @@ LOADED = [
     ("ep2_from_hf", "bf16_to_hf", 1, "bf16", 4, TOLERANCE),
     ("ep4_from_ep2", "ep2/checkpoint/step-2", 3, "ep2", 0, 1e-3),  # the same numbers but for the order of sums
     ("fsdp2_fp8_gather", "bf16/checkpoint/step-2", 3, "bf16", 0, TOLERANCE),
-    ("ep2_from_seed", "seed", 1, "bf16", 0, TOLERANCE),
-    ("bf16", "seed", 1, "bf16", 0, 0),
-    ("quantized", "quantized", 1, "quantized", 0, 0),  # initial_load_in_hf_quantized
-    ("ep2_quantized", "quantized", 1, "quantized", 0, TOLERANCE),
-    ("fsdp2_quantized", "quantized", 1, "quantized", 0, TOLERANCE),
 ]
 
 
 @pytest.mark.parametrize(("run", "source", "first", "other", "later", "tolerance"), LOADED)
-def test_what_a_run_loads(
-    results: WorkerResults, states: dict[str, State], run, source, first, other, later, tolerance
-):
+def test_what_a_run_loads(results: WorkerResults, run, source, first, other, later, tolerance):
     """Parameters and optimizer are what was saved, bit for bit, and the loss has no step."""
     result, reference = results.get(run), results.get(other)["losses"]
     if "checkpoint" in source:
         state = read_dcp(results.out / source)
         assert any(name.startswith("optimizer.") and "experts.w1" in name for name in state)
     else:
-        state = states[source] if source in states else model_only(results.get(source)["saved"])
+        state = model_only(results.get(source)["saved"])
     assert_same_state(result["loaded"], state)
     assert min(result["losses"]) == first
     for step, loss in result["losses"].items():

@@ -1,17 +1,11 @@
-"""The framework-free checks: what they refuse, and the settings and remedies that they name."""
+"""The settings: wrong values, names that match no module, what has no effect. tests/test_titan_jobs.py has jobs."""
 
 import pytest
 
 from tests.layer import refused
-from tests.processes import run_script
 from titan_fp8moe import RoutedExperts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.trainer import preflight
-
-
-def test_torchtitan_is_not_imported():
-    code = "import sys, titan_fp8moe.trainer.preflight; sys.exit('torchtitan' in sys.modules)"
-    assert run_script("-c", code).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -73,65 +67,6 @@ def test_matching_names(parts: list[str], names: list[str]):
 def test_linears_are_whole_tiles(shape: tuple[int, int], shards: int, fits: bool):
     with refused(*[] if fits else ["linear_fqns: wq is", "remove it from the list"]):
         preflight.check_linear("wq", *shape, shards)
-
-
-NO_EXPERTS = ["experts do not divide", "choose a parallelism.expert_parallel_degree"]
-NO_DIM = ["not a multiple of 16", "fp8_flow_moe.filter_fqns"]
-NO_SHARD = ["tensor-parallel ranks", "not a multiple of 16; lower parallelism.tensor_parallel_degree"]
-NOT_WHOLE = ["fp8_flow_moe.fp8_all_gather needs whole experts", "raise parallelism.data_parallel_replicate_degree"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "layout", "said"),
-    [
-        ((8, 256, 256), (4, 1, 1), []),
-        ((8, 256, 256), (3, 1, 1), NO_EXPERTS),
-        ((8, 256, 256), (16, 1, 1), NO_EXPERTS),
-        ((8, 2880, 2880), (1, 1, 1), []),
-        ((8, 256, 1408), (1, 2, 1), []),  # 704 per rank is padded to 768
-        ((8, 200, 1408), (1, 1, 1), ["moe: model dim 200", *NO_DIM]),
-        ((8, 256, 200), (1, 1, 1), ["moe: expert hidden dim 200", *NO_DIM]),
-        ((8, 256, 1408), (1, 16, 1), ["is 88 per rank", *NO_SHARD]),
-        ((8, 256, 256), (1, 3, 1), ["is 85.3333 per rank", *NO_SHARD]),
-    ],
-)
-def test_layers(sizes: tuple[int, ...], layout: tuple[int, ...], said: list[str]):
-    with refused(*said):
-        preflight.check_layer("moe", *sizes, Fp8FlowMoEConfig(), preflight.ExpertLayout(*layout, 64))
-
-
-@pytest.mark.parametrize(("shards", "fsdp", "fits"), [(2, 4, True), (1, 8, True), (4, 3, False), (2, 8, False)])
-def test_whole_experts_are_gathered(shards: int, fsdp: int, fits: bool):
-    layout = preflight.ExpertLayout(shards, 1, fsdp, 64)
-    for gathers in (False, True):
-        with refused(*NOT_WHOLE if gathers and not fits else []):
-            config = Fp8FlowMoEConfig(fp8_all_gather=gathers)
-            preflight.check_layer("moe", 8, 256, 256, config, layout)
-
-
-TOO_MANY = "16 ranks", "a node has 8", "lower parallelism.expert_parallel_degree"
-
-
-@pytest.mark.parametrize(
-    ("dispatch", "ranks", "hidden_dim_shards", "local_ranks", "error"),
-    [
-        ("symmetric", 8, 1, "8", ()),
-        ("symmetric", 16, 1, None, ()),
-        ("auto", 16, 1, "8", ()),
-        ("symmetric", 16, 1, "8", TOO_MANY),
-        ("symmetric", 8, 2, "8", TOO_MANY),
-        ("symmetric", 1, 1, "8", ()),
-    ],
-)
-def test_symmetric_dispatch_needs_ranks_of_one_node(
-    monkeypatch, dispatch, ranks, hidden_dim_shards, local_ranks, error
-):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if local_ranks is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
-    layout = preflight.ExpertLayout(ranks, hidden_dim_shards, 1, 64)
-    with refused(*error):
-        preflight.check_dispatch(Fp8FlowMoEConfig(dispatch=dispatch), layout)
 
 
 @pytest.mark.parametrize(

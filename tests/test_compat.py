@@ -1,7 +1,6 @@
 """The corrections to PyTorch raise when a private interface is gone, and change nothing then."""
 
 import pkgutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,15 +54,6 @@ def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
         assert utils.only_here == 2
 
 
-def test_fsdp_hooks_are_removed():
-    module = torch.nn.Linear(2, 2)
-    before, after = module.register_forward_pre_hook(lambda *_: None), module.register_forward_hook(lambda *_: None)
-    state = SimpleNamespace(_pre_forward_hook_handle=before, _post_forward_hook_handle=after)
-    module._get_fsdp_state = lambda: state
-    compat.remove_fsdp_hooks(module)
-    assert not module._forward_pre_hooks and not module._forward_hooks
-
-
 def test_a_compiled_checkpoint_keeps_its_inputs_only():
     """PyTorch 2.11 kept all that an autograd.Function saves."""
     compat.fix_full_checkpointing()
@@ -95,17 +85,6 @@ def test_compiled_modules_are_called_eagerly_for_a_while():
         raise KeyError
     model(x)
     assert len(calls) == 2 and model[0]._compiled_call_impl is None
-
-
-def test_some_parameters_of_a_group_leave_fsdp():
-    a, b, c = (SimpleNamespace(sharded_param=torch.nn.Parameter(torch.ones(1))) for _ in range(3))
-    groups = [SimpleNamespace(fsdp_params=[a, b]), SimpleNamespace(fsdp_params=[c])]
-    module = torch.nn.Module()
-    module._get_fsdp_state = lambda: SimpleNamespace(_fsdp_param_groups=groups)
-    compat.leave_fsdp(module, [b.sharded_param, c.sharded_param])
-    assert [group.fsdp_params for group in groups] == [[a]]
-    with pytest.raises(RuntimeError):
-        compat.leave_fsdp(module, [b.sharded_param])
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (100, 100)])

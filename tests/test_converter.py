@@ -115,7 +115,7 @@ def _sharded() -> list[tuple[bool, ...]]:
                 experts.register_parameter(name, nn.Parameter(distribute_tensor(param, mesh["ep"], [Shard(0)])))
             mesh = mesh["efsdp"]
         parallel.fully_shard(experts, mesh=mesh, **options)
-        hooked, managed = bool(experts._forward_pre_hooks), isinstance(experts.w1, DTensor)
+        hooked, managed = bool(experts._forward_pre_hooks or experts._forward_hooks), isinstance(experts.w1, DTensor)
         experts.to_empty(device="cpu")
         in_fp8 = experts.gathers_fp8
         assert hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather") == in_fp8

@@ -251,23 +251,6 @@ def test_descriptors_are_those_of_tritons_constructor(monkeypatch):
     gemm_launch._descriptor_fields.cache_clear()
 
 
-@Kernel
-@triton.jit
-def copy(x, y, SIZE: tl.constexpr):
-    tl.store(y + tl.arange(0, SIZE), tl.load(x + tl.arange(0, SIZE)))
-
-
-@pytest.mark.gpu
-def test_launched_again_it_computes_and_refuses_memory_of_the_cpu():
-    for _ in range(3):
-        x, y = torch.randn(256, device="cuda"), torch.full((256,), torch.nan, device="cuda")
-        copy[(1,)](x, y, SIZE=256)
-        assert torch.equal(x, y)
-    assert len(copy._compiled) == 1
-    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
-        copy[(1,)](x.cpu(), y, SIZE=256)
-
-
 def test_recordings_nest_and_others_see_a_trace():
     """A trace within a recording adds to its list. Meta tensors, whose launches somebody reads, are no trace."""
     with launch.recording() as outer:

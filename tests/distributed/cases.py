@@ -75,17 +75,9 @@ DUAL = PP | {
     "parallelism__no_pipeline_parallel_expert_parallel_overlap": True,
 }
 INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
-FLOAT8_LINEAR = {
-    "converters": "quantize.linear.float8,fp8_flow_moe",
-    "quantize.linear.float8.emulate": True,
-    # Tiny layers; the point is that both converters meet in one model.
-    "quantize.linear.float8.filter_fqns": "output,router.gate",
-}
-
 SINGLE = {
     "single": _case(8),
     "single_fp32": _case(8, converters=None),
-    "single_float8_linear": _case(8, **FLOAT8_LINEAR),
     "single_one_in_bf16": _case(8, **ONE_IN_BF16),
     "single_linears": _case(8, **LINEARS),
     "single_padded": _case(8, **PADDED),
@@ -122,7 +114,6 @@ TWO_RANKS = {
     "ep2_symmetric_compile": _parallel(2, ep=2, **COMPILE, **SYMMETRIC),
     "ep2_cpu_offload": _parallel(4, ep=2, training__enable_cpu_offload=True),
     "cp2_ep2": _parallel(8, ep=2, **CP),
-    "ep2_float8_linear": _parallel(4, ep=2, **FLOAT8_LINEAR),
 }
 FOUR_RANKS = {
     "ep2_fsdp2": _parallel(2, ep=2),
@@ -211,7 +202,6 @@ def expert_parallel(ranks: int) -> list[str]:
 
 EP2, EP4 = expert_parallel(2) + FP8, expert_parallel(4) + FP8
 FSDP2 = [f"--training.local_batch_size={GLOBAL_BATCH // 2}", *FP8]
-QUANTIZED = [*model_of("quantized"), *FROM_HF, "--checkpoint.initial_load_in_hf_quantized"]
 # Another data-parallel degree cannot continue the dataloader's position.
 ANY_RANKS = ["--checkpoint.exclude_from_loading=dataloader"]
 
@@ -223,14 +213,10 @@ CHECKPOINTS_ONE = {
     "fp8_to_hf": [*steps(4), *TO_HF, *FP8, *resume("bf16/checkpoint/step-2")],
     "fp8_from_hf": [*steps(1), *FP8, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-4")],
     "bf16_from_hf": [*steps(1), *FROM_HF, *model_of("fp8_to_hf/checkpoint/step-4")],
-    "quantized": [*steps(1), *FP8, *QUANTIZED],
 }
 CHECKPOINTS_TWO = {
     "ep2": [*steps(4), *EP2, *TO_HF],
-    "ep2_from_seed": [*steps(1), *EP2, *model_of("seed/checkpoint/step-0")],
     "ep2_from_hf": [*steps(1), *EP2, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-4")],
-    "ep2_quantized": [*steps(1), *EP2, *QUANTIZED],
-    "fsdp2_quantized": [*steps(1), *FSDP2, *QUANTIZED],
     "fsdp2_fp8_gather": [
         *steps(4),
         *KEEP_ALL,

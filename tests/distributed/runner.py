@@ -5,6 +5,7 @@
 A case is an argument of the module's ``FUNCTION(case, out)``, or a row of one of its tests with :func:`on_ranks`.
 """
 
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -20,12 +21,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.processes import time_limit
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.export_fp8.format import BALANCE, exported
+from titan_fp8moe.trainer.experts import TitanExperts
 from titan_fp8moe.trainer.plan import plain_name
 
 CASE_TIMEOUT = time_limit(60)  # seconds; a hang prints every thread's stack and ends the run
@@ -88,6 +91,50 @@ def gather(values: dict) -> dict:
     parts = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(values, parts)
     return {name: value for part in parts or () for name, value in part.items()}
+
+
+def buffers(parts: list[nn.Module], ending: str) -> dict[str, torch.Tensor]:
+    """A model's buffers with this ending of their names, as they are now."""
+    named = [(plain_name(name), b) for part in parts for name, b in part.named_buffers()]
+    return {name: b.cpu().clone() for name, b in named if name.endswith(ending)}
+
+
+def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
+    """Of what FSDP gathers for the experts."""
+    modules = [module for part in parts for module in part.modules()]
+    experts = {id(p) for m in modules if isinstance(m, TitanExperts) for p in m.parameters()}
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    # Since torch 2.14 a state has several groups.
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]
+    found = [p for group in groups if group for p in group.fsdp_params if id(p.sharded_param) in experts]
+    return {str(p.all_gather_outputs[0].dtype) for p in found}
+
+
+@contextlib.contextmanager
+def recording(trainer: Any, train: ModuleType, scale: float = 1.0) -> Iterator[dict[str, Any]]:
+    """The steps that a trainer of torchtitan takes meanwhile: "losses", "norms", and of the first step all "grads",
+    times ``scale``, and what routers have "counted". ``train`` is the trainer's module."""
+    clip, losses, norms = train.dist_utils.clip_grad_norm_, [], []
+    found: dict[str, Any] = {"norms": norms}
+
+    def clip_and_record(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if trainer.step == 1:
+            named = [(plain_name(n), p) for part in trainer.model_parts for n, p in part.named_parameters()]
+            # Text has none for a vision encoder.
+            named = [(n, p) for n, p in named if p.requires_grad and "vision_encoder" not in n]
+            found["grads"] = gather({n: whole(p.grad).detach().cpu().clone() * scale for n, p in named})
+            found["counted"] = trainer.counted() if hasattr(trainer, "counted") else None
+        norms.append(float(whole(norm := clip(*args, **kwargs))))
+        return norm
+
+    train.dist_utils.clip_grad_norm_ = clip_and_record
+    trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
+    try:
+        yield found
+    finally:
+        train.dist_utils.clip_grad_norm_ = clip
+    # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
+    found["losses"] = max(gather_list(losses), key=lambda values: values[0])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

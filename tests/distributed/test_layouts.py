@@ -15,11 +15,9 @@ from tests.distributed.conftest import WorkerResults
 # Tensor parallelism sums partial products in another order, so more values cross a boundary; in the weight gradients
 # the 128-token blocks differ as well. Measured: at most 5e-3.
 TOLERANCE = 1e-2
-# torchao's tensorwise scales depend on which tokens a rank holds. Where dims are padded, a rank's tiles are others.
-# FP8 linears round more values: measured 1.05e-2.
-TOLERANCES = {"float8_linear": 0.15, "padded": 0.1, "linears": 0.02, "llama3": 0.02}
-# Of the first step's loss. FP8 linears round other sums (1.5e-5 with torch 2.11) or by other scales (1.1e-5).
-FIRST_LOSS = {"linears": 1e-4, "float8_linear": 1e-4}
+# Where dims are padded, a rank's tiles are others. FP8 linears round more values: measured 1.05e-2.
+TOLERANCES = {"padded": 0.1, "linears": 0.02, "llama3": 0.02}
+FIRST_LOSS = {"linears": 1e-4}  # they round other sums: 1.5e-5 with torch 2.11
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +30,7 @@ def results(case_dir) -> WorkerResults:
 
 @pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
 def test_layout_equals_one_process(results, case):
-    variants = "float8_linear", "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
+    variants = "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
     variant = next((v for v in variants if case.endswith(v)), None)
     reference = results.get(f"single_{variant}" if variant else "single", beside=case)
     result = results.get(case)
@@ -57,10 +55,6 @@ def test_layout_equals_one_process(results, case):
     expected = max(reference["counted"].values()) * (2 if "ac" in case.split("_") else 1)
     assert set(result["counted"].values()) == {expected}
 
-    # After two optimizer steps the replicas of the router must still be the same numbers.
-    assert all(spread == 0 for spread in result["gate_spread"].values()), result["gate_spread"]
-    assert bool(result["gate_spread"]) == ("tp2" in case)
-
 
 COMPILED = [case for case in cases.CASES if "compile" in case or "memory_budget" in case]
 
@@ -82,18 +76,7 @@ def test_weights_gathered_in_fp8_are_those_quantized_when_whole(results, case):
     assert got["losses"] == want["losses"]
     for name, grad in want["grads"].items():
         assert torch.equal(got["grads"][name], grad), name
-    assert set(got["gathered"].values()) == {"torch.uint8"} != set(want["gathered"].values())
-
-
-@pytest.mark.parametrize(
-    ("case", "fsdp"),
-    [("ep2", False), ("ep4", False), ("tp2_ep2_etp2", False), ("ep2_fsdp2", True), ("hsdp2_ep2_fp8_gather", True),
-     ("ep2_cpu_offload", True)],
-)  # fmt: skip
-def test_fsdp_has_the_experts_only_where_it_has_something_to_do(results, case, fsdp):
-    meshes = set(results.get(case)["expert_meshes"].values())
-    assert len(meshes) == 1
-    assert ("efsdp" in meshes.pop()) == fsdp
+    assert got["gathered"] == {"torch.uint8"} and want["gathered"] == {"torch.float32"}
 
 
 @pytest.mark.parametrize("case", cases.FP8_TENSORS)

@@ -26,9 +26,7 @@ from torch._dynamo.utils import counters
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from torchtitan.models import gpt_oss
 from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.models.deepseek_v3 import deepseekv3_args
@@ -37,10 +35,18 @@ from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed.cases import AUTO, BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS, Auto, arguments
-from tests.distributed.runner import batches, gather, gather_list, whole, wrong_fp8_tensors
+from tests.distributed.runner import (
+    batches,
+    buffers,
+    gather,
+    gather_list,
+    gathered_dtypes,
+    recording,
+    whole,
+    wrong_fp8_tensors,
+)
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan.cpu import _dense_attention
-from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
 
@@ -54,88 +60,28 @@ class RecordingTrainer(torchtitan.train.Trainer):
         for inputs, labels in batches(self.parallel_dims, *sizes):
             yield {"input": inputs}, labels
 
-    def named_parameters(self):
-        for part in self.model_parts:
-            for name, p in part.named_parameters():
-                yield plain_name(name), p
-
-    def expert_bias(self) -> dict[str, torch.Tensor]:
-        buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
-        return gather({n: b.cpu().clone() for n, b in buffers if n.endswith("expert_bias")})
-
     def counted(self) -> dict[str, float]:
         """What each rank's routers have counted, times the ranks that see other tokens."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         ranks = 1 if mesh is None else mesh.size()
-        buffers = [(plain_name(n), b) for part in self.model_parts for n, b in part.named_buffers()]
-        counts = {n: float(b.sum()) * ranks for n, b in buffers if n.endswith("tokens_per_expert")}
+        counts = {n: float(b.sum()) * ranks for n, b in buffers(self.model_parts, "tokens_per_expert").items()}
         return gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients of the mean loss per token; collective."""
+    def record(self) -> dict:
+        self.metrics_processor.should_log = lambda step: True
         # torchtitan leaves gradients as token sums under pipeline parallelism.
         tokens = GLOBAL_BATCH * self.job_config.training.seq_len
-        scale = 1 / tokens if self.parallel_dims.pp_enabled else 1.0
-        grads = {}
-        for name, p in self.named_parameters():
-            grads[name] = whole(p.grad).detach().cpu().clone() * scale
-        return gather(grads)
-
-    def record(self) -> dict:
-        clip, recorded, counted = torchtitan.train.dist_utils.clip_grad_norm_, {}, {}
-
-        def clip_and_record(*args, **kwargs):
-            if self.step == 1:
-                recorded.update(self.gradients())
-                counted.update(self.counted())
-            return clip(*args, **kwargs)
-
-        torchtitan.train.dist_utils.clip_grad_norm_ = clip_and_record
-        losses = []
-        self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
-        self.metrics_processor.should_log = lambda step: True
-        try:
+        with recording(self, torchtitan.train, 1 / tokens if self.parallel_dims.pp_enabled else 1.0) as found:
             data = self.batch_generator(None)
             for self.step in range(1, STEPS + 1):
                 self.train_step(data)
                 if self.step == 1:  # later ones depend on how the optimizer rounds
-                    bias = self.expert_bias()
-        finally:
-            torchtitan.train.dist_utils.clip_grad_norm_ = clip
-        spread = {}
-        for name, p in self.named_parameters():
-            if "router.gate" in name and isinstance(p, DTensor) and self.parallel_dims.tp_enabled:
-                local = p.to_local().detach()
-                mesh = self.parallel_dims.get_mesh("tp")
-                low, high = local.clone(), local.clone()
-                dist.all_reduce(low, dist.ReduceOp.MIN, mesh.get_group())
-                dist.all_reduce(high, dist.ReduceOp.MAX, mesh.get_group())
-                spread[name] = float((high - low).abs().max())
-        meshes = {
-            name: p.device_mesh.mesh_dim_names
-            for name, p in self.named_parameters()
-            if ".experts." in name and isinstance(p, DTensor)
-        }
-        gathered = {
-            f"{name}.{p._module_info.param_name}": str(p.all_gather_outputs[0].dtype)
-            for part in self.model_parts
-            for name, module in part.named_modules()
-            if isinstance(module, FSDPModule) and name.endswith("experts")
-            if (group := module._get_fsdp_state()._fsdp_param_group) is not None
-            for p in group.fsdp_params
-        }
-        # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
-        all_losses = gather_list(losses)
-        return {
-            "grads": recorded,
-            "losses": max(all_losses, key=lambda x: x[0]),
-            "expert_bias": bias,
-            "counted": counted,
-            "gate_spread": gather(spread),
-            "expert_meshes": gather(meshes),
-            "gathered": gather(gathered),
+                    found["expert_bias"] = gather(buffers(self.model_parts, "expert_bias"))
+        parts = [(i, block) for part in self.model_parts for i, block in part.layers.items()]
+        return found | {
+            "gathered": gathered_dtypes(self.model_parts),
             "graphs": counters["stats"]["unique_graphs"],
-            "whole": [i for part in self.model_parts for i, b in part.layers.items() if isinstance(b, OptimizedModule)],
+            "whole": [i for i, block in parts if isinstance(block, OptimizedModule)],
         }
 
 

@@ -1,24 +1,25 @@
-"""Exchanges through shared memory against the all-to-all path, bit for bit, several ranks in one process.
+"""Kernels of exchanges through shared memory against their specification, bit for bit, several ranks in one process.
 
-The specification, and its kernels with fewer random routings: the interpreter takes seconds for each.
+tests/distributed/test_layers.py compares the specification with the all-to-all.
 """
 
 import pytest
 import torch
 
-from tests.ranks import all_to_all, assert_equal, exchange_all, make_tokens, make_workspaces
+from tests.ranks import assert_equal, exchange_all, make_tokens, make_workspaces
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.dispatch.symmetric import exchange, kernels
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, ROWS, TOKENS, Sizes, capacities
 
+IMPLEMENTATIONS = [pytest.param(exchange, id="specification"), pytest.param(kernels, id="kernels")]
 
-@pytest.fixture(params=[exchange, kernels], ids=["specification", "kernels"])
-def impl(request, device, monkeypatch):
-    if request.param is kernels and device == "cpu":  # so few CTAs that each moves several tokens' parts
-        for shape in (kernels.PULL, kernels.PUSH, kernels.BIASED_PUSH):
-            monkeypatch.setitem(shape, "CTAS", 8)
-            monkeypatch.setitem(shape, "TOKENS", 4)
-    return request.param
+
+@pytest.fixture(autouse=True)
+def few_ctas(device, monkeypatch):
+    """So few on a CPU that each moves several tokens' parts."""
+    for shape in (kernels.PULL, kernels.PUSH, kernels.BIASED_PUSH) if device == "cpu" else ():
+        monkeypatch.setitem(shape, "CTAS", 8)
+        monkeypatch.setitem(shape, "TOKENS", 4)
 
 
 def random_ids(T, K, experts):
@@ -43,6 +44,13 @@ CASES = {  # ranks, tokens, dim, top_k, experts of a rank, how many experts can 
 }
 
 
+def compare(both, tokens, bias=None, dim=None):
+    """``both``: workspaces of the kernels, and of the specification."""
+    options = tokens, len(tokens), bias, dim
+    got, want = (exchange_all(impl, at, *options) for impl, at in zip((kernels, exchange), both, strict=True))
+    assert_equal(got, want)
+
+
 def make_ids(tokens, top_k, experts, device):
     """Distinct experts, and tokens without any."""
     ids = torch.rand(tokens, experts).topk(top_k).indices
@@ -50,42 +58,40 @@ def make_ids(tokens, top_k, experts, device):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_extreme_routings(impl, device, name):
+def test_extreme_routings(device, name):
     N, T, D, K, E, experts = CASES[name]
     sizes = Sizes(N, T + 5, D, K, E)  # room for more tokens than there are
-    workspaces = make_workspaces(sizes, device)
+    both = [make_workspaces(sizes, device) for _ in range(2)]
     tokens = [make_tokens(sizes, make_ids(T, K, experts, device)) for _ in range(N)]
-    assert_equal(exchange_all(impl, workspaces, tokens, N), all_to_all(tokens, E))
-    for at in workspaces:
+    compare(both, tokens)
+    for at in (at for workspaces in both for at in workspaces):
         assert not at.report.any() and not at.overflow.any()
         assert torch.equal(at.view("arrivals"), at.rounds[:, None].expand(2, N)) and (at.rounds == 2).all()
 
 
-def test_sums_of_padded_tokens_and_of_biases(impl, device):
+def test_sums_of_padded_tokens_and_of_biases(device):
     """Tokens travel with 256 columns, of which a model may have 192."""
     N, T, K, E = 3, 17, 2, 5
-    workspaces = make_workspaces(Sizes(N, T, 256, K, E), device)
-    tokens = [make_tokens(workspaces[0].sizes, make_ids(T, K, N * E, device)) for _ in range(N)]
+    both = [make_workspaces(sizes := Sizes(N, T, 256, K, E), device) for _ in range(2)]
+    tokens = [make_tokens(sizes, make_ids(T, K, N * E, device)) for _ in range(N)]
     for bias, dim in (
         (None, 192),
         (torch.randn(192, E, device=device).t(), 192),
         (torch.randn(E, 256, device=device), None),
     ):
-        assert_equal(exchange_all(impl, workspaces, tokens, N, bias, dim), all_to_all(tokens, E, bias, dim))
+        compare(both, tokens, bias, dim)
 
 
-def test_random_routings(impl, device):
-    """Of all numbers of ranks; workspaces are used again, also for fewer tokens."""
-    few = impl is kernels and device == "cpu"
-    for N in (2,) if few else range(2, 9):
+def test_random_routings(device):
+    """Of all numbers of ranks; workspaces are used again, also for fewer tokens. The interpreter takes seconds."""
+    for N in (2,) if device == "cpu" else range(2, 9):
         E = int(torch.randint(1, 9, ()))
         K = int(torch.randint(1, min(6, N * E) + 1, ()))
-        workspaces = make_workspaces(Sizes(N, 40, 128, K, E), device)
-        for _ in range(2 if few else 12):
+        both = [make_workspaces(sizes := Sizes(N, 40, 128, K, E), device) for _ in range(2)]
+        for _ in range(2 if device == "cpu" else 12):
             T = int(torch.randint(1, 41, ()))
-            tokens = [make_tokens(workspaces[0].sizes, random_ids(T, K, N * E).to(device)) for _ in range(N)]
-            assert_equal(exchange_all(impl, workspaces, tokens, N), all_to_all(tokens, E))
-        assert not any(at.report.any() for at in workspaces)
+            compare(both, [make_tokens(sizes, random_ids(T, K, N * E).to(device)) for _ in range(N)])
+        assert not any(at.report.any() for workspaces in both for at in workspaces)
 
 
 def test_capacities():
@@ -97,6 +103,7 @@ def test_capacities():
         assert capacities(T, K, N, E, 1000) == capacities(T, K, N, E, N)
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_without_room_everything_is_nan_until_reported(impl, device):
     """One rank has too many rows for a factor of 1; all ranks find out, in the same exchange."""
     sizes = Sizes(2, 100, 128, 2, 2)
@@ -115,6 +122,7 @@ def test_without_room_everything_is_nan_until_reported(impl, device):
     assert all(r.out.isfinite().all() and r.grad.isfinite().all() for r in run(fits))
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("more", [0, 1])
 def test_tokens_fill_the_room_exactly_or_are_too_many(impl, device, more):
     """The rows fit either way. Only plans: a plan that overlooks it would let the pulls write past their results."""

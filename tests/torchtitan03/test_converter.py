@@ -7,7 +7,6 @@ import dataclasses
 import pickle
 import pkgutil
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +56,8 @@ from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
 from titan_fp8moe.trainer import plan
 
 EP2, TP2, PP2 = ({f"parallelism.{kind}_parallel_degree": 2} for kind in ("expert", "tensor", "pipeline"))
-GRAPHS, ALL = {"training.disable_cuda_graphs": False}, "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears"
+GRAPHS, GRAPHS_OFF = ({"training.disable_cuda_graphs": off} for off in (False, True))
+ALL = "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears"
 
 
 def left() -> dict[str, str]:
@@ -92,13 +92,6 @@ def test_the_configs_of_other_models(name: str, layers: int):
     model = start(config)
     assert plan.announced[0].startswith(f"{layers} MoE layers, 0 shared experts, 0 dense") and not left()
     assert [(name, tuple(p.shape)) for name, p in model.state_dict().items()] == before
-
-
-def test_a_model_names_the_package_that_it_lacks(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    for config in ("kimi_k2_5", "qwen35_35b_a3b"):
-        with pytest.raises(ImportError, match="torchvision|fla"):
-            ConfigManager().parse_args([*CONFIG[:-1], config])
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -164,12 +157,8 @@ def test_own_trainers_keep_their_settings():
 
 def test_a_claimed_model_in_another_config():
     """torchtitan's function for the graph trainer copies the fields, claims among them."""
-    for job in (
-        to_graph_trainer_config(make_job(door="converter"), graph_model_registry),
-        with_fp8_flow(to_graph_trainer_config(deepseek_v3_debugmodel(), graph_model_registry)),
-    ):
-        start(set_all(job, {"training.disable_cuda_graphs": True}))
-        assert plan.announced[0].startswith(ALL)
+    start(set_all(to_graph_trainer_config(make_job(door="converter"), graph_model_registry), GRAPHS_OFF))
+    assert plan.announced[0].startswith(ALL)
 
 
 def test_whatever_cannot_attach_says_so(caplog):
@@ -266,18 +255,12 @@ def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
 
 
 def test_fused_swiglu():
-    """The converter leaves fused FFNs and shared experts in bf16 beside FP8 experts; fused experts are refused. With
-    the flag torchtitan refuses both, which are inside of layers that it claims."""
-    fused = "torchtitan.overrides.fused_swiglu"
-    layer = start(overridden(make_job(door="converter"), f"{fused}.fused_swiglu")).layers["1"].moe
+    """The converter leaves fused FFNs and shared experts in bf16 beside FP8 experts."""
+    fused = "torchtitan.overrides.fused_swiglu.fused_swiglu"
+    layer = start(overridden(make_job(door="converter"), fused)).layers["1"].moe
     assert {*left().values()} == {"FusedSwiGLU of Linear, Linear, Linear"} and len(left()) == 6
     assert type(layer) is Fp8FlowMoE and not layer.fp8_shared
     assert type(layer.shared_experts).__name__ == "FusedSwiGLU" and isinstance(layer.shared_experts, FeedForward)
-    with refused("layers.1.moe has a FusedGroupedExperts; leave it in bf16"):
-        convert(overridden(make_job(door="converter"), f"{fused}.fused_grouped_experts"))
-    for name in ("fused_swiglu", "fused_grouped_experts"):
-        with refused("an ancestor of"):
-            convert(make_job({"override.imports": [f"{fused}.{name}"]}, door="flag"))
 
 
 def test_attention_of_other_kinds():
@@ -464,32 +447,6 @@ def test_products_in_float32_are_those_of_bf16():
     for got, want in zip(*results, strict=True):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.detach().abs().max()))
-
-
-@pytest.mark.parametrize("frozen", [(), ("w2",), ("w1", "w3")], ids=["none", "down", "gate_up"])
-def test_muon_with_cached_and_frozen_weights(frozen: tuple[str, ...]):
-    """Two microbatches a step, bit for bit as without a cache, which would go on with what Muon has changed."""
-    up, down = (Linear.Config(in_features=i, out_features=o) for i, o in ((128, 256), (256, 128)))
-    plain, cached = (
-        Fp8FlowFeedForward.Config(w1=up, w2=down, w3=up, fp8_flow=Fp8FlowMoEConfig(cache_weights=cached)).build()
-        for cached in (False, True)
-    )
-    cached.load_state_dict(plain.state_dict())
-    before, x, outputs = copy.deepcopy(plain.state_dict()), torch.randn(3, 2, 32, 128), []
-    for ffn in (plain, cached):
-        for name in frozen:
-            getattr(ffn, name).requires_grad_(False)
-        muon = torch.optim.Muon([p for p in ffn.parameters() if p.requires_grad], lr=0.1)
-        for step in x:
-            for microbatch in step:
-                outputs.append(ffn(microbatch))
-                outputs[-1].square().mean().backward()
-            muon.step()
-            muon.zero_grad()
-    assert all(map(torch.equal, outputs[:6], outputs[6:]))
-    for name, weight in cached.state_dict().items():
-        assert torch.equal(weight, plain.state_dict()[name])
-        assert torch.equal(weight, before[name]) == (name.split(".")[0] in frozen)
 
 
 def test_names_of_torchtitan_are_in_one_file():

@@ -19,9 +19,7 @@ from unittest.mock import MagicMock, patch
 import torch
 import torch.distributed as dist
 import torchtitan.trainer
-from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torchtitan.components.loss import CrossEntropyLoss
@@ -40,7 +38,16 @@ from torchtitan.models.llama3 import model_registry as llama3_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from tests.distributed.runner import batches, gather, gather_list, run_all, whole, wrong_fp8_tensors
+from tests.distributed.runner import (
+    batches,
+    buffers,
+    gather,
+    gathered_dtypes,
+    recording,
+    run_all,
+    whole,
+    wrong_fp8_tensors,
+)
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
@@ -49,7 +56,6 @@ from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.trainer.cpu import compute_dtype
-from titan_fp8moe.trainer.experts import TitanExperts
 from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
@@ -208,47 +214,15 @@ def data_of(trainer: torchtitan.trainer.Trainer):
         yield batch, labels
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return whole(tensor).detach().cpu().clone()
-
-
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def gradients(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
-    parameters = [(name, p) for part in parts for name, p in part.named_parameters() if p.requires_grad]
-    # Text has none for a vision encoder.
-    return gather({plain_name(name): full(p.grad) for name, p in parameters if "vision_encoder" not in name})
-
-
-def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
-    """Of what FSDP gathers for the experts."""
-    found = set()
-    for part in parts:
-        experts = {id(p) for m in part.modules() if isinstance(m, TitanExperts) for p in m.parameters()}
-        for module in part.modules():
-            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
-            for p in (p for group in groups for p in group.fsdp_params if id(p.sharded_param) in experts):
-                found.add(str(p.all_gather_outputs[0].dtype))
-    return found
-
-
 def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
-    clip, grads, norms, losses, bias = torchtitan.trainer.dist_utils.clip_grad_norm_, {}, [], [], {}
     fast = []
-
-    def clip_and_record(*args, **kwargs):
-        if trainer.step == 1:
-            grads.update(gradients(trainer.model_parts))
-        norms.append(float(full(norm := clip(*args, **kwargs))))
-        return norm
-
-    torchtitan.trainer.dist_utils.clip_grad_norm_ = clip_and_record
-    trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
-    try:
+    with recording(trainer, torchtitan.trainer) as found:
         data = data_of(trainer)
         for trainer.step in range(1, steps + 1):
             fast.append(auto.is_fast())
@@ -256,13 +230,8 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
                 auto._state.room = "0.5"  # too little
             trainer.train_step(data)
             if trainer.step == 1:
-                buffers = [(n, b) for part in trainer.model_parts for n, b in part.named_buffers()]
-                bias = gather({plain_name(n): full(b) for n, b in buffers if n.endswith("expert_bias_E")})
-    finally:
-        torchtitan.trainer.dist_utils.clip_grad_norm_ = clip
-    # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
-    losses = max(gather_list(losses), key=lambda values: values[0])
-    return {"grads": grads, "losses": losses, "norms": norms, "expert_bias": bias, "fast": fast}
+                found["expert_bias"] = gather(buffers(trainer.model_parts, "expert_bias_E"))
+    return found | {"fast": fast}
 
 
 def run(name: str, out: Path) -> dict:
@@ -280,7 +249,7 @@ def run(name: str, out: Path) -> dict:
         seed = out / f"seed_{case.model}.pt"
         parameters = {plain_name(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
         if not seed.exists():
-            torch.save({name: full(p) for name, p in parameters.items()}, seed)
+            torch.save({name: whole(p).detach().clone() for name, p in parameters.items()}, seed)
         state = torch.load(seed, mmap=True)
         with torch.no_grad():  # by hand: torch.distributed.checkpoint does not know names that hooks split
             for key, p in parameters.items():
@@ -312,7 +281,7 @@ def run(name: str, out: Path) -> dict:
             result["trainer"] = type(trainer).__name__, getattr(trainer, "own_steps", None)
             result["trained"] = [key for key, p in parameters.items() if p.requires_grad]
             last = "layers.2.moe.routed_experts.inner_experts.w2_EDF"
-            result["weights"] = gather({key: full(p) for key, p in parameters.items() if key == last})
+            result["weights"] = gather({key: whole(p).detach().clone() for key, p in parameters.items() if key == last})
             if case.steps > 1:
                 del result["grads"]  # nobody compares them, and they are large
             return result
