@@ -16,7 +16,7 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--layers", type=int, default=60, help="how many layers tests/test_any_layer.py draws")
+    parser.addoption("--layers", type=int, default=80, help="how many layers tests/test_any_layer.py draws")
 
 
 def pytest_generate_tests(metafunc):

@@ -300,7 +300,7 @@ def fence() -> None:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _language(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+def language_of(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace, SimpleNamespace]:
     atomics = threading.Lock()
 
     def atomic_add(pointer: Pointer, value: Value, mask: Value, sem: str) -> Value:
@@ -378,7 +378,7 @@ class EmulatedKernel:
         counter = inspect.signature(self.function).bind(*args, **constants).arguments["tile_counter"]
         args = tuple(map(seen, args))
         partitions = Partitions()
-        language, mbarrier = _language(partitions, self.num_ctas)
+        language, mbarrier = language_of(partitions, self.num_ctas)
         with patched(**NEW, gl=language, mbarrier=mbarrier):
             thread.partitions = []
             for _ in range(self.num_ctas):

@@ -124,6 +124,19 @@ def reference_layer(
     return (out + shared).to(x.dtype), (dx + d_shared).to(x.dtype), ds, ds_shared, grads
 
 
+def grouped_gemm(
+    x: Tensor, w_ENK: Tensor, rows: list[Tensor], dout: Tensor, mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each group's rows times its weight: the output, and gradients of x and of the weights; zeros for other rows."""
+    out, dx, dw = torch.zeros_like(dout), torch.zeros_like(x), torch.zeros_like(w_ENK)
+    for e, of_group in enumerate(rows):
+        if of_group.any():
+            (x_q, dy_q), w = (Quantized.of([t[of_group]]) for t in (x, dout)), quantized_weight(w_ENK[e])
+            out[of_group], dx[of_group] = x_q.values() @ w.T, dy_q.values() @ w
+            dw[e] = _weight_gradient(dy_q, x_q, mode)
+    return out, dx, dw
+
+
 def _run(
     expert: Expert, spec: ExpertSpec, config: Fp8FlowMoEConfig, x_q: Quantized, score: Tensor, dy_q: Quantized
 ) -> tuple[Tensor, Tensor, Tensor, Expert]:

@@ -35,13 +35,17 @@ from titan_fp8moe import (
     SharedExperts,
     WeightCache,
     grouped_ffn,
+    grouped_mm,
     routed_experts,
 )
 from titan_fp8moe.activations import ACTIVATIONS
-from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
+
+GEMMS = "linear", "grouped_mm"  # with the weight w1, and without scores
+OF_ROWS = "grouped_ffn", "grouped_mm"
 
 
 class Layer(NamedTuple):
@@ -82,7 +86,9 @@ class Layer(NamedTuple):
     @classmethod
     def draw(cls, seed: int) -> "Layer":
         pick = random.Random(seed)
-        entry = pick.choice(["routed_experts", "routed_experts", "RoutedExperts", "grouped_ffn", "feed_forward"])
+        entry = pick.choice(
+            ["routed_experts", "routed_experts", "RoutedExperts", "grouped_ffn", "feed_forward", *GEMMS]
+        )
         activation = pick.choice(list(ACTIVATIONS))
         gated = ACTIVATIONS[activation].gated
         experts = pick.choice([1, 3, 6])
@@ -129,6 +135,12 @@ class Layer(NamedTuple):
             activation, experts, top_k, lora, biased, shared, travels = "swiglu", 1, 1, (), False, "plain", False
             frozen = frozen & {"x", "shared1", "shared2", "shared3"} | {"scores", "w1", "w2", "w3"}
             config = dataclasses.replace(config, dispatch="auto")
+        if entry in GEMMS:
+            activation, lora, biased, stored, shared, travels = "swiglu", (), False, "apart", "", False
+            dim, hidden, frozen = *pick.choice([(256, 128), (128, 384)]), frozen & {"x", "w1"} | {"scores"}
+            config = Fp8FlowMoEConfig(wgrad=config.wgrad if entry == "linear" else "balanced")
+            experts, top_k, routing = (1, 1, "random") if entry == "linear" else (experts, 1, routing)
+            dtypes = dtypes[0] if entry == "linear" else torch.bfloat16, dtypes[1]
         if {"scores", "w1"} <= frozen and (not shared or "shared1" in frozen):
             frozen -= {"x"}
         return cls(
@@ -150,7 +162,7 @@ class Layer(NamedTuple):
             ids[ids == 0] = -1
         if self.routing == "some nowhere":
             ids[::3] = -1
-        if self.entry == "grouped_ffn":  # rows of no group are the last ones
+        if self.entry in OF_ROWS:  # rows of no group are the last ones
             ids = torch.where(ids < 0, self.experts, ids).sort(0).values
             ids[ids == self.experts] = -1
         return ids
@@ -173,7 +185,7 @@ class Tensors(NamedTuple):
     def of(cls, layer: Layer, seed: int) -> "Tensors":
         torch.manual_seed(seed)
         T, D, H, E = layer.tokens, layer.dim, layer.hidden, layer.experts
-        gated, dtype = layer.spec.gated, layer.weight_dtype
+        gated, dtype, dout = layer.spec.gated, layer.weight_dtype, torch.randn(T, H if layer.entry in GEMMS else D)
 
         def matrix(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return lie((torch.randn(*shape) / 12).to(dtype), layer.lies)
@@ -199,7 +211,9 @@ class Tensors(NamedTuple):
                 leaves["shared3"] = matrix(H, D)
         if layer.shared == "scored":
             leaves["shared_scores"] = torch.rand(T)
-        leaves["x"], dout = (t * magnitudes(T) for t in (leaves["x"], torch.randn(T, D).to(layer.dtype) * 1e-10))
+        leaves["x"], dout = ((t * magnitudes(T)).to(layer.dtype) for t in (leaves["x"], dout * 1e-10))
+        if layer.entry in GEMMS:
+            leaves = {name: leaves[name] for name in ("x", "w1")}
         return cls(leaves, layer.ids(), dout)
 
     def rows(self, tokens: Tensor) -> "Tensors":
@@ -243,8 +257,9 @@ def call_in(way: str | Callable[..., Tensor], layer: Layer, run: Callable[[Tenso
         return torch.compile(run, backend="aot_eager", fullgraph=not on_host, dynamic=dynamic)(ids)
     if "checkpoint" in way:
         return checkpoint(run, ids, use_reentrant=False, **dict(context_fn=PER_OP) if "by op" in way else {})
-    # A trainer's autocast means bf16: experts' products stay fp32, and FFNs return bf16.
-    with torch.autocast(DEVICE, torch.bfloat16, enabled=way == "autocast" and layer.entry != "feed_forward"):
+    # A trainer's autocast means bf16: experts' products stay fp32, and FFNs and linears return bf16.
+    enabled = way == "autocast" and layer.entry not in ("feed_forward", "linear")
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
         return run(ids)
 
 
@@ -274,6 +289,11 @@ def ours(layer: Layer, tensors: Tensors, *ways: str | Callable[..., Tensor]) -> 
 
 def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """The layer as a function of its ids. A module's parameters take the place of leaves."""
+    if layer.entry == "grouped_mm":
+        return lambda ids: grouped_mm(leaves["x"], leaves["w1"].transpose(1, 2), _ends(layer, ids))
+    if layer.entry == "linear":
+        cache, frozen = WeightCache() if layer.weights == "kept" else None, "w1" in layer.frozen
+        return lambda ids: linear(leaves["x"], leaves["w1"].squeeze(0), layer.config, cache, frozen=frozen)
     x, scores = leaves["x"], leaves["scores"]
     weights: list[Any] = [leaves.get(name) for name in ("w1", "w2", "w3")]
     if layer.weights == "fp8":
@@ -326,16 +346,22 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
         return lambda ids: routed_experts(x, *weights, ids, scores, **options)
     options["cache"] = WeightCache() if layer.weights == "kept" else None
 
-    def grouped(ids: Tensor) -> Tensor:
-        ends = (ids == torch.arange(layer.experts, device=DEVICE)).sum(0).cumsum(0).int()
-        return grouped_ffn(x, *weights, ends, scores=scores[:, 0], **options)
+    return lambda ids: grouped_ffn(x, *weights, _ends(layer, ids), scores=scores[:, 0], **options)
 
-    return grouped
+
+def _ends(layer: Layer, ids: Tensor) -> Tensor:
+    return (ids == torch.arange(layer.experts, device=DEVICE)).sum(0).cumsum(0).int()
 
 
 def wanted(layer: Layer, tensors: Tensors) -> dict[str, Tensor]:
     """The same of the reference. Autograd brings gradients of gate and up back to the weights as they are stored."""
     leaves = {n: t.detach().float().requires_grad_() for n, t in tensors.leaves.items()}
+    if layer.entry in GEMMS:
+        rows = [tensors.ids[:, 0] == e for e in range(layer.experts)]
+        x, w, mode = leaves["x"], leaves["w1"], layer.config.wgrad
+        out, *grads = reference_layer.grouped_gemm(x.detach(), w.detach(), rows, tensors.dout.float(), mode)
+        found = {n: g.to(tensors.leaves[n].dtype) for n, g in zip(leaves, grads, strict=True) if n not in layer.frozen}
+        return dict(out=out.to(layer.dtype), **found)
     spec = layer.spec._replace(interleaved=layer.stored == "interleaved")
 
     def gate_up(first: str, second: str, dim: int) -> list[Tensor]:
@@ -429,11 +455,36 @@ def compare(layer: Layer, got: dict[str, Tensor], want: dict[str, Tensor]) -> li
     return wrong
 
 
+SPREAD = PLAIN._replace(
+    entry="RoutedExperts", tokens=129, dim=144, hidden=80, biased=True, travels=True,
+    config=Fp8FlowMoEConfig(dispatch="all_to_all"),
+)  # fmt: skip
+GEMM = PLAIN._replace(tokens=129, hidden=384, top_k=1, experts=1, dtype=torch.bfloat16)
+NAMED = [
+    *(SPREAD, SPREAD._replace(lora=("w1", "w2"), frozen=("b1", "b2", "b3", "w1", "w2", "w3"))),
+    *(GEMM._replace(entry="linear", weight_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        GEMM._replace(entry="grouped_mm", experts=3, routing="some nowhere", weight_dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
+]
+
+
 def test_any_layer(drawn_layer, group):
-    layer, tensors = Layer.draw(drawn_layer), Tensors.of(Layer.draw(drawn_layer), drawn_layer)
+    check(Layer.draw(drawn_layer), drawn_layer, WAYS[drawn_layer % len(WAYS)])
+
+
+@pytest.mark.parametrize("lies", ["rows", "swapped", "wider"])
+@pytest.mark.parametrize("layer", NAMED, ids=lambda layer: layer.entry)
+def test_gradients_lie_as_weights_do(layer, lies, group, seed):
+    """Of DTensors and of single GEMMs, since fused optimizers read memory by its address."""
+    check(layer._replace(lies=lies), seed, "autocast" if lies == "wider" else "compiled")
+
+
+def check(layer: Layer, seed: int, way: str) -> None:
+    tensors = Tensors.of(layer, seed)
     got = ours(layer, tensors)
     assert not (wrong := compare(layer, got, wanted(layer, tensors))), (layer, wrong)
-    way = WAYS[drawn_layer % len(WAYS)]
     # On DTensors around the layer, and where the all-to-all breaks the graph of adapters.
     fails = layer.entry == "RoutedExperts" or (layer.lora and layer.travels)
     old = TorchVersion(torch.__version__) < (2, 13)
@@ -442,16 +493,17 @@ def test_any_layer(drawn_layer, group):
     again = ours(layer, tensors, way)
     assert_equal(again.values(), got.values())
     for name in got.keys() - {"out"}:  # gradients of gate and up apart are made as rows
-        if layer.lies == "rows" or (layer.stored != "apart" and layer.lies == "swapped" and name in ("w1", "w2")):
+        kept = layer.lies == "swapped" and name in ("w1", "w2") and (layer.stored != "apart" or layer.entry in GEMMS)
+        if layer.lies == "rows" or kept:
             assert steps(got[name]) == steps(tensors.leaves[name]), name
     some, others = torch.randperm(layer.tokens).split([layer.tokens // 2, layer.tokens - layer.tokens // 2])
-    if layer.entry == "grouped_ffn":  # whose rows are sorted
+    if layer.entry in OF_ROWS:  # which are sorted
         some = some.sort().values
     rows = {name: t[some.to(DEVICE)] for name, t in got.items() if name in BY_TOKEN}
     alone, beside_nan = ours(layer, tensors.rows(some)), ours(layer, tensors.poisoned(others))
     assert_equal([alone[name] for name in rows], rows.values())
     assert_equal([beside_nan[name][some.to(DEVICE)] for name in rows], rows.values())
-    if layer.entry == "grouped_ffn":
+    if layer.entry in OF_ROWS:
         nowhere = tensors.ids[:, 0] < 0
         poisoned = ours(layer, tensors.poisoned(nowhere.nonzero()[:, 0]))
         assert_equal(poisoned.values(), got.values())

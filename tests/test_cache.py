@@ -11,71 +11,81 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, CastCounter, apply_layer, assert_equal, generations, make_layer, refused, saved_bytes
+from tests.layer import DEVICE, apply_layer, assert_equal, generations, make_layer, refused, saved_bytes
 from titan_fp8moe import (
     Fp8FlowLinear,
     Fp8FlowMoEConfig,
     RoutedExperts,
     WeightCache,
+    grouped_ffn,
     ops,
     recipe,
     routed_experts,
 )
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
+from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.operands import WeightOperands, copies_for, pack_weights
 from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 
 
 class Layer:
-    """A small layer with a cache."""
+    """A small layer with a cache: ``experts``, a ``grouped_ffn``, an ``ffn`` or a ``linear``."""
 
-    def __init__(self, layouts="both", **settings):
+    def __init__(self, kind="experts", layouts="both", **settings):
         self.x, self.scores, self.ids, weights = make_layer(64)
+        if kind in ("ffn", "linear"):
+            weights = [w[0] for w in weights]
         self.weights = ExpertWeights(*map(torch.nn.Parameter, weights))
-        self.cache, self.config = WeightCache(layouts), Fp8FlowMoEConfig(**settings)
-        self.leaves = [t.requires_grad_() for t in (self.x, self.scores, *self.weights)]
+        self.kind, self.cache, self.config = kind, WeightCache(layouts), Fp8FlowMoEConfig(**settings)
+        used = self.weights[: 1 if kind == "linear" else 3]
+        self.leaves = [t.requires_grad_() for t in (self.x, *[self.scores] * (kind == "experts"), *used)]
 
-    def forward(self, cache):
-        return apply_layer(self.x, self.weights, self.ids, self.scores, config=self.config, cache=cache)
+    def forward(self, cache, frozen=False):
+        if self.kind == "linear":
+            return linear(self.x, self.weights.w1, self.config, cache, frozen=frozen)
+        if self.kind == "ffn":
+            return feed_forward(self.x, self.weights, self.config, cache, frozen=frozen)
+        if self.kind == "grouped_ffn":
+            ends = torch.arange(8, 65, 8, dtype=torch.int32, device=DEVICE)
+            return grouped_ffn(self.x, *self.weights, ends, config=self.config, cache=cache)
+        options = dict(config=self.config, cache=cache, frozen=frozen)
+        return apply_layer(self.x, self.weights, self.ids, self.scores, **options)
 
-    def step(self, cache):
-        out = self.forward(cache)
+    def step(self, forward):
+        out = forward()
         return [out.detach(), *torch.autograd.grad(out, self.leaves, torch.ones_like(out))]
 
-    def check(self, quantized=None):
+    def check(self, quantized=None, wrap=lambda function: function):
         """A microbatch with the cache equals one without."""
-        before = generations(self.cache) or [0, 0]
-        assert_equal(self.step(self.cache), self.step(None))
-        assert quantized is None or generations(self.cache) == [count + quantized for count in before]
+        before = generations(self.cache)
+        got = self.step(wrap(lambda: self.forward(self.cache)))
+        assert_equal(got, self.step(lambda: self.forward(None)))
+        after = generations(self.cache)
+        assert quantized is None or after == [count + quantized for count in before or [0] * len(after)]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("layouts", ["both", "forward"])
-def test_microbatches_share_quantized_weights(layouts):
+@pytest.mark.parametrize("kind", ["experts", "grouped_ffn", "ffn", "linear"])
+def test_microbatches_share_quantized_weights(kind, layouts, compiled):
     """Bit for bit, and in memory that stays where it is when weights change."""
-    layer = Layer(layouts)
+    torch._dynamo.reset()
+    wrap = functools.partial(torch.compile, backend="aot_eager", fullgraph=True) if compiled else lambda call: call
+    layer = Layer(kind, layouts)
     optimizer = torch.optim.SGD(layer.weights, lr=1.0)
     addresses = set()
     for _ in range(2):
-        layer.check(quantized=True)
-        layer.check(quantized=False)
+        layer.check(True, wrap)
+        layer.check(False, wrap)
         kept = [t.data_ptr() for operand in layer.cache.copies.operands for t in operand if t is not None]
         addresses.add((*kept,))
         for w in layer.weights:
             w.grad = torch.randn_like(w) / 8
         optimizer.step()
-    assert len(kept) == (8 if layouts == "both" else 6) and len(addresses) == 1
-
-
-@pytest.mark.parametrize("shapes", [[(2, 200, 256)] * 2, [(3, 128, 200)], [(2, 256, 128)] * 2])
-def test_the_transpose_of_quantized_weights_is_exact(shapes):
-    """What the smaller form transposes equals quantizing the transpose anew, padding included."""
-    weights = [torch.randn(shape, device=DEVICE) * torch.randn(shape[1], 1, device=DEVICE).exp() for shape in shapes]
-    got = ops.quantize_weight_transposed(ops.quantize_weight(*weights))
-    padded = [torch.nn.functional.pad(w, (0, 0, 0, -w.shape[1] % 128)) for w in weights]
-    want = recipe.quantize_weight(torch.cat(padded, 1).mT.contiguous())
-    assert_equal(got, want)
+    tensors = (4 if layouts == "both" else 3) * (1 if kind == "linear" else 2)
+    assert len(kept) == tensors and len(addresses) == 1
 
 
 def _forward(cache, weights, frozen):
@@ -157,13 +167,6 @@ def test_parameters_of_zero_3_are_kept_themselves(monkeypatch):
     assert operands_module.aliases([weight])[0] is not weight
     weight.ds_tensor = weight.detach()
     assert operands_module.aliases([weight])[0] is weight
-
-
-def test_other_shapes_get_other_buffers():
-    cache = WeightCache("forward")
-    first = cache.buffers([[torch.randn(2, 128, 256)]])
-    assert cache.buffers([[torch.randn(2, 128, 256)]]) is first
-    assert cache.buffers([[torch.randn(3, 128, 256)]]).operands[0].q.shape == (3, 128, 256)
 
 
 def test_compiling_a_module_leaves_the_buffers_of_others():
@@ -272,7 +275,7 @@ def test_replays_of_a_captured_step(layouts):
 
 def _train(layouts, whole, captured):
     torch.manual_seed(0)
-    layer = Layer(layouts)
+    layer = Layer(layouts=layouts)
     optimizer = torch.optim.SGD(layer.weights, lr=1e-4)
     for w in layer.weights:
         w.grad = torch.zeros_like(w)
@@ -310,40 +313,37 @@ def _train(layouts, whole, captured):
     return [w.detach().clone() for w in layer.weights] + [w.grad for w in layer.weights]
 
 
-# --- frozen weights ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-@pytest.mark.parametrize("save_h", ["bf16", "fp8"])
-def test_frozen_experts(recompute, save_h):
-    """Quantized once whatever the setting, where trained ones are once per GEMM that reads them; same output and dx;
-    only what dx needs is saved, and nothing of the weights is computed."""
-    x, scores, ids, _ = make_layer(64)
-    config = Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
-    experts = RoutedExperts(8, 256, 128, config=config, device=DEVICE)
-    leaves = [x.requires_grad_(), scores.requires_grad_()]
+@pytest.mark.parametrize(
+    ("kind", "save_h"), [("experts", "bf16"), ("experts", "fp8"), ("ffn", "bf16"), ("linear", "bf16")]
+)
+def test_frozen_weights(kind, save_h, recompute):
+    """Same output and gradients. Weights are quantized once, and only what the gradient of x needs is saved."""
+    layer = Layer(kind, recompute=recompute, save_h=save_h)
+    layer.leaves = [t for t in layer.leaves if t is layer.x or t is layer.scores]
 
-    def run():
-        with CastCounter() as counter:
-            out, kept = saved_bytes(lambda: experts(x, ids, scores))
-        with CastCounter() as backward:
-            grads = torch.autograd.grad(out.sum(), leaves)
-        return [out, *grads], kept, counter.ops + backward.ops
+    def run(*options):
+        out, kept = saved_bytes(lambda: layer.forward(*options))
+        return [out.detach(), *torch.autograd.grad(out.sum(), layer.leaves)], kept
 
-    want, trained, ops_trained = run()
-    experts.requires_grad_(False)
-    assert ops_trained["quantize_weights"] == 4 + (recompute == "experts") and experts.cache.copies is None
+    want, trained = run(None)
+    for w in layer.weights:
+        w.requires_grad_(False)
     for _ in range(3):
-        got, kept, counted = run()
+        got, kept = run(layer.cache, True)
         assert_equal(got, want)
-        assert generations(experts.cache) == [1, 1] and not counted["quantize_weights"]
-        assert not counted["transpose_pair"] and not counted["grouped_mm_wgrad"]
-    T, D, M, H = *x.shape, recipe.row_capacity(ids.numel(), 8), 128
-    rows, numbers = 0 if recompute == "experts" else T * (D + D // 128), 2 * 8  # the copies' generations
-    assert trained - kept + numbers == rows + (M * (H + H // 128) if recompute == "none" else 0)
+        assert {*generations(layer.cache)} == {1}
+    routed, D, H, numbers = kind == "experts", 256, 128, 8 * len(generations(layer.cache))
+    rows = (64 if routed else 128) * (D + D // 128) if recompute != "experts" or kind == "linear" else 0
+    M = (
+        (recipe.row_capacity(layer.ids.numel(), 8) if routed else 128)
+        if recompute == "none" and kind != "linear"
+        else 0
+    )
+    assert trained - kept + numbers == rows + M * (H + H // 128)
     with torch.no_grad():
-        assert torch.equal(experts(x, ids, scores), want[0])
-    assert generations(experts.cache) == [1, 1]
+        assert torch.equal(layer.forward(layer.cache, True), want[0])
+    assert {*generations(layer.cache)} == {1}
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------

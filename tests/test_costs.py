@@ -1,11 +1,13 @@
 """What a layer casts, multiplies, saves, allocates and frees: routed experts alone and beside shared ones."""
 
+import contextlib
 import functools
-import weakref
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -129,41 +131,56 @@ def test_what_is_frozen_costs_neither_products_nor_rows(group, frozen, recompute
             assert ep_group or backward.ops["unpermute_gradients"] == (0 not in frozen)
 
 
-@pytest.mark.parametrize("save_h", ["fp8", "bf16"])
-@pytest.mark.parametrize("kind", ["experts", "recomputed experts", "ffn"])
-def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, kind, save_h):
-    """h and dx. With activation checkpointing; without it autograd holds what was saved until the layer's backward
-    ends."""
-    x, scores, chosen, weights = make_layer()
-    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
-    again = "recomputed" in kind
-    config = Fp8FlowMoEConfig(recompute="experts" if again else "activation", save_h="bf16" if again else save_h)
-    wgrad, read, alive = ops.grouped_mm_wgrad, {}, []
+@pytest.mark.parametrize("how", ["eagerly", "compiled", "checkpointed", "checkpointed by op", "offloaded"])
+@pytest.mark.parametrize("kind", ["experts", "fp8 h", "recomputed", "shared", "travelling", "ffn"])
+def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, group, kind, how):
+    """h and dx. In a plain eager step autograd holds a saved h until the backward of the layer ends."""
+    leaves, ids = make_inputs(64)
+    leaves, shared = leaves if kind in ("shared", "travelling") else leaves[:5], kind in ("shared", "travelling")
+    config = Fp8FlowMoEConfig(
+        recompute="experts" if kind == "recomputed" else "activation",
+        save_h="fp8" if kind == "fp8 h" else "bf16",
+        dispatch="symmetric" if kind == "travelling" else "auto",
+    )
+    wgrad, alive = ops.grouped_mm_wgrad, []
+    read: dict[str, list] = dict(swiglu_quantize_backward=[], unpermute_gradients=[])
 
     def watch(name, position):
         op = getattr(ops, name)
 
-        def wrapper(*args, **options):
-            read[name] = weakref.ref(args[position])
-            return op(*args, **options)
+        def call(*args):
+            if not isinstance(args[position], FakeTensor):  # of a trace
+                read[name].append(StorageWeakRef(args[position].untyped_storage()))
+            return op(*args)
 
-        monkeypatch.setattr(ops, name, wrapper)
+        monkeypatch.setattr(ops, name, call)
+
+    def grouped_mm_wgrad(dy, *args):
+        if not isinstance(dy, FakeTensor):
+            alive.append([any(not ref.expired() for ref in refs) for refs in read.values()])
+        return wgrad(dy, *args)
 
     watch("swiglu_quantize_backward", 1)
     watch("unpermute_gradients", 0)
-    monkeypatch.setattr(
-        ops, "grouped_mm_wgrad", lambda *args: alive.append([r() is not None for r in read.values()]) or wgrad(*args)
-    )
+    monkeypatch.setattr(ops, "grouped_mm_wgrad", grouped_mm_wgrad)
 
     def layer(x):
         if kind == "ffn":
-            return feed_forward(x, ExpertWeights(*(w[0] for w in leaves[2:])), config)
-        return routed_experts(x, *leaves[2:], chosen, leaves[1], config=config)
+            return feed_forward(x, ExpertWeights(*(w[0] for w in leaves[2:5])), config)
+        return run([x, *leaves[1:]], ids, config, ep_group=group if kind == "travelling" else None)
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, list(SAVED_OPS))
-    for kwargs in ({}, dict(context_fn=contexts)):
-        checkpoint(layer, leaves[0], use_reentrant=False, **kwargs).sum().backward()
-    assert alive == [[False] * (1 if kind == "ffn" else 2)] * 4
+    by_op = dict(context_fn=functools.partial(create_selective_checkpoint_contexts, list(SAVED_OPS)))
+    step, hooks = layer, contextlib.nullcontext()
+    if how == "compiled":
+        torch._dynamo.reset()
+        step = torch.compile(layer, backend="aot_eager")
+    elif "checkpointed" in how:
+        step = functools.partial(checkpoint, layer, use_reentrant=False, **by_op if "by op" in how else {})
+    elif how == "offloaded":
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    with hooks:
+        step(leaves[0]).sum().backward()
+    assert alive == [[how == "eagerly" and kind != "recomputed", False]] * (4 if shared else 2)
 
 
 # --- allocations ------------------------------------------------------------------------------------------------------

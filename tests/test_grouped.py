@@ -1,5 +1,5 @@
-"""The public grouped_ffn and grouped_mm: numbers, groups of every size, rows behind the last one, compilation, caches.
-tests/test_any_layer.py has all forms of grouped_ffn, tests/test_refusals.py what both refuse."""
+"""The public grouped_ffn and grouped_mm: compilation, wrong ends, size, cleared caches. tests/test_any_layer.py has
+numbers, tests/test_refusals.py what both refuse."""
 
 import re
 import sys
@@ -12,86 +12,31 @@ from torch.distributed.tensor import DTensor
 
 from experiments import reference
 from experiments.reference import relative_error
-from tests.layer import DEVICE, assert_equal, generations, gradients
+from tests.layer import DEVICE, assert_equal, gradients
 from tests.processes import ROOT
-from titan_fp8moe import Fp8Weight, WeightCache, grouped_ffn, grouped_mm, recipe
+from titan_fp8moe import Fp8Weight, WeightCache, grouped_ffn, grouped_mm
 from titan_fp8moe.nn import grouped_mm as grouped_mm_module
 
-K, N, D, H = 256, 128, 256, 128
-BF16 = torch.bfloat16
-# FP8's rounding: the relative error of a product of two quantized normal operands is 3.7%.
-TOLERANCE = 0.045
+D, H = 256, 128
+FUNCTIONS = pytest.mark.parametrize("function", [grouped_mm, grouped_ffn])
 
 
 def ends_of(sizes):
     return torch.tensor(sizes, device=DEVICE).cumsum(0).int()
 
 
-def product(sizes, unused=0, transposed=True, dtype=BF16):
-    """x, w, offs and the output's gradient of a grouped GEMM; ``unused`` rows follow the last group."""
-    x, dy = (torch.randn(sum(sizes) + unused, dim, device=DEVICE, dtype=BF16) for dim in (K, N))
-    w = torch.randn(len(sizes), *((N, K) if transposed else (K, N)), device=DEVICE, dtype=dtype) * 0.05
-    return x.requires_grad_(), (w.transpose(1, 2) if transposed else w).detach().requires_grad_(), ends_of(sizes), dy
-
-
-def exact(x, w, offs, dy):
-    """Output and gradients in float64; zeros for rows at and past offs[-1]."""
-    x, w, dy = (t.detach().double() for t in (x, w, dy))
-    y, dx, dw, start = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w), 0
-    for e, end in enumerate(offs.tolist()):
-        rows = slice(start, end)
-        y[rows], dx[rows], dw[e] = x[rows] @ w[e], dy[rows] @ w[e].T, x[rows].T @ dy[rows]
-        start = end
-    return y, dx, dw
-
-
-def step(x, w, offs, dy, function=grouped_mm):
-    y = function(x, w, offs)
-    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
-
-
-def ffn(sizes=(0, 1, 129, 0, 128, 40), behind=70, dtype=torch.float32, dims=(D, H)):
-    """x, [w1, w2, w3], offs and the output's gradient of a grouped FFN."""
-    x, _, _, weights = reference.make_layer(sum(sizes) + behind, *dims, len(sizes), 1, dtype, DEVICE)
-    return x, weights, ends_of(sizes), torch.randn_like(x)
-
-
-# --- grouped_mm -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(
-    ("sizes", "unused"), [([0, 1, 129, 0, 128, 40], 0), ([0, 0, 300], 70), ([5, 0, 0], 3), ([0, 0], 9), ([0], 0)]
-)
-def test_against_float64(sizes, unused, transposed):
-    args = product(sizes, unused, transposed)
-    for got, want in zip(step(*args), exact(*args), strict=True):
-        assert got.dtype == BF16 and got.shape == want.shape
-        assert not got[(want == 0).all(-1)].any()  # unused rows and empty experts are zeros, not what memory held
-        if want.any():
-            assert relative_error(got, want) < TOLERANCE
-    x, w, offs, dy = args
-    if sum(sizes):  # of the recipe's values, which the tolerance of FP8 alone would not show
-        x_8, w_8 = recipe.dequantize(*recipe.quantize_rows(x)), recipe.dequantize(*recipe.quantize_weight(w))
-        assert relative_error(grouped_mm(x, w, offs).detach(), exact(x_8, w_8, offs, dy)[0]) < 3e-3
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_only_needed_gradients(dtype):
-    """fp32 weights have gradients that are not rounded."""
-    x, w, offs, dy = product([3, 200], dtype=dtype)
-    _, dx, dw = step(x, w, offs, dy)
-    assert dw.dtype == dtype and (dtype == torch.float32) != torch.equal(dw, dw.bfloat16().to(dtype))
-    assert torch.equal(torch.autograd.grad(grouped_mm(x.detach(), w, offs), w, dy)[0], dw)
-    assert torch.equal(torch.autograd.grad(grouped_mm(x, w.detach(), offs), x, dy)[0], dx)
-    with torch.no_grad():
-        assert not grouped_mm(x, w, offs).requires_grad
+def case(function, sizes, behind=0, dims=(D, H)):
+    """x and weights, offs, and the output's gradient; ``behind`` rows follow the last group."""
+    x, _, _, weights = reference.make_layer(sum(sizes) + behind, *dims, len(sizes), 1, torch.bfloat16, DEVICE)
+    if function is grouped_mm:
+        weights = [weights[0].transpose(1, 2)]
+    return [x, *weights], ends_of(sizes), torch.randn(len(x), dims[function is grouped_mm], device=DEVICE)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", [grouped_mm, grouped_ffn])
+@FUNCTIONS
 def test_compiles_into_one_graph(function):
     """Other group sizes compile nothing; one more number of rows makes it dynamic."""
     torch._dynamo.reset()
@@ -101,38 +46,27 @@ def test_compiles_into_one_graph(function):
 
     compiled, counts = torch.compile(eager, fullgraph=True, backend="aot_eager"), []
     for sizes in ([3, 97], [100, 0], [60, 70], [10, 140]):
-        if function is grouped_mm:
-            x, w, offs, dy = product(sizes)
-            leaves, rest = [x, w], (offs,)
-        else:
-            x, weights, offs, dy = ffn(sizes, 5)
-            leaves, rest = [x, *weights], (offs,)
-        assert_equal(*(gradients(lambda *a, call=call: call(*a, *rest), leaves, dy) for call in (compiled, eager)))  # noqa: B023
+        leaves, offs, dy = case(function, sizes, 5)
+        assert_equal(*(gradients(lambda *a, call=call: call(*a, offs), leaves, dy) for call in (compiled, eager)))  # noqa: B023
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[1] == counts[0] and counts[3] == counts[2] <= counts[0] + 1
 
 
-@pytest.mark.parametrize("function", [grouped_mm, grouped_ffn])
+@FUNCTIONS
 def test_wrong_ends_touch_no_other_memory(function, monkeypatch):
     """Where they are not checked, as on a GPU, rows beyond x are never read and no group is negative."""
     for module in (grouped_mm_module, sys.modules["titan_fp8moe.nn.grouped_ffn"]):
         monkeypatch.setattr(module, "check_ends", lambda *_: None)
-    x, w, _, dy = product([3, 200])
-    rows, weights, _, d_rows = ffn([3, 200], 0)
+    leaves, _, dy = case(function, [3, 200])
     for ends in ([500, 900], [150, 20], [-5, 203]):
         offs = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-        if function is grouped_mm:
-            results = step(x, w, offs, dy)
-        else:
-            results = gradients(lambda x, *w, offs=offs: grouped_ffn(x, *w, offs), [rows, *weights], d_rows)
-        assert all(t.isfinite().all() for t in results)
+        assert all(t.isfinite().all() for t in gradients(lambda *t, offs=offs: function(*t, offs), leaves, dy))
 
 
-@pytest.mark.parametrize("function", [grouped_mm, grouped_ffn])
+@FUNCTIONS
 @pytest.mark.skipif(DEVICE == "cuda", reason="nothing waits for the GPU")
 def test_counts_in_place_of_ends(function):
-    x, w, *_ = product([16] * 4)
-    args = (x, w) if function is grouped_mm else (ffn([16] * 4, 0)[0], *ffn([16] * 4, 0)[1])
+    args, _, _ = case(function, [16] * 4)
 
     def call(*offs):
         return function(*args, torch.tensor(offs, dtype=torch.int32))
@@ -150,23 +84,21 @@ def test_counts_in_place_of_ends(function):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("function", [grouped_mm, grouped_ffn])
+@FUNCTIONS
 def test_model_size_without_waiting_for_the_gpu(function):
     """Experts of the 16B model with groups of any size: FP8's errors, and no host-device sync."""
     sizes = torch.randint(0, 700, (64,)).tolist()
     sizes[7], sizes[8] = 0, 1
-    if function is grouped_mm:
-        offs = ends_of(sizes)
-        x, dy = (torch.randn(sum(sizes), dim, device=DEVICE, dtype=BF16) for dim in (2048, 1408))
-        leaves = [x, (torch.randn(64, 1408, 2048, device=DEVICE, dtype=BF16) * 0.02).transpose(1, 2)]
-        want = exact(*leaves, offs, dy)
-    else:
-        x, weights, offs, dy = ffn(sizes, 300, BF16, (2048, 1408))
-        leaves, ones = [t.bfloat16() for t in (x, *weights)], torch.ones(len(x), 1, device=DEVICE)
-        ids = [e for e, size in enumerate(sizes) for _ in range(size)] + [-1] * 300
-        ids = torch.tensor(ids, device=DEVICE).unsqueeze(1)
-        floats = [t.float() for t in leaves]
-        want = gradients(lambda x, *weights: reference.moe_layer(x, ones, ids, *weights, False), floats, dy)
+    leaves, offs, dy = case(function, sizes, 300, dims=(2048, 1408))
+
+    def exact(x, *weights):
+        if function is grouped_mm:
+            groups = x[: sum(sizes)].split(sizes)
+            return torch.cat([*map(torch.mm, groups, weights[0]), torch.zeros_like(dy[-300:])])
+        ids = torch.tensor([e for e, size in enumerate(sizes) for _ in range(size)] + [-1] * 300, device=DEVICE)
+        return reference.moe_layer(x, torch.ones(len(x), 1, device=DEVICE), ids.unsqueeze(1), *weights, False)
+
+    want = gradients(exact, [t.float() for t in leaves], dy)
 
     def run():
         return gradients(lambda *leaves: function(*leaves, offs), leaves, dy)
@@ -178,7 +110,7 @@ def test_model_size_without_waiting_for_the_gpu(function):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for mine, true in zip(got, want, strict=True):
-        assert relative_error(mine, true) < (TOLERANCE if function is grouped_mm else 0.1)
+        assert relative_error(mine, true) < (0.045 if function is grouped_mm else 0.1)
 
 
 # --- grouped_ffn ------------------------------------------------------------------------------------------------------
@@ -230,37 +162,13 @@ def test_the_documented_class_for_nemo_automodel(group, monkeypatch):
         assert relative_error(mine.detach(), true.detach()) < 0.1
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("layouts", ["both", "forward"])
-def test_cache(layouts, compiled):
-    """Weights are quantized once for the microbatches of a step, and again after it; nothing else changes."""
-    torch._dynamo.reset()
-    x, weights, offs, dy = ffn(dtype=BF16)
-    leaves, cache = [w.clone().requires_grad_() for w in weights], WeightCache(layouts)
-
-    def run(x):
-        return grouped_ffn(x, *leaves, offs, cache=cache)
-
-    run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-    optimizer = torch.optim.SGD(leaves, lr=1.0)
-    for generation in (1, 2):
-        want = grouped_ffn(x, *leaves, offs)
-        want = [want.detach(), *torch.autograd.grad(want, leaves, dy)]
-        for _ in range(2):  # microbatches
-            y = run(x)
-            assert_equal([y.detach(), *torch.autograd.grad(y, leaves, dy)], want)
-            assert generations(cache) == [generation] * 2
-        for leaf in leaves:
-            leaf.grad = torch.ones_like(leaf)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("spread", [False, True], ids=["frozen", "DTensors without gradients"])
 def test_clear_all_reaches_weights_without_a_module(group, spread):
     """Without gradients the local tensor of a DTensor requires none, and yet it is trained."""
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    x, weights, offs, _ = ffn()
-    x, offs, weights = x.cpu(), offs.cpu(), [w.cpu() for w in weights]
+    leaves, offs, _ = case(grouped_ffn, [0, 1, 129, 40], 70)
+    x, *weights = (t.cpu() for t in leaves)
+    offs = offs.cpu()
     parameters = [torch.nn.Parameter(DTensor.from_local(w, mesh)) for w in weights]
     cache = WeightCache()
 
@@ -277,7 +185,7 @@ def test_clear_all_reaches_weights_without_a_module(group, spread):
 
 
 def test_no_cache_of_stored_weights():
-    x, weights, offs, _ = ffn(dtype=BF16)
+    (x, *weights), offs, _ = case(grouped_ffn, [0, 1, 129, 40], 70)
     stored, cache = [Fp8Weight.quantize(w) for w in weights], WeightCache()
     assert torch.equal(grouped_ffn(x, *stored, offs, cache=cache), grouped_ffn(x, *stored, offs))
     assert cache.copies is None

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -212,40 +211,6 @@ def test_checkpointing_that_keeps_none_of_a_layers_ops(layer, watch, unwaited):
     assert same(got, want) and not unwaited() and (plain, len(watch.seen)) == (5, 8)
 
 
-@pytest.mark.parametrize("shared", ["bf16", "fp8"])
-@pytest.mark.parametrize("how", ["eagerly", "compiled", "checkpointed", "checkpointed by op", "offloaded"])
-def test_h_is_freed_before_weight_gradients(request, monkeypatch, how, shared):
-    """In a plain eager step autograd holds it until the backward of the layer ends."""
-    layer, all_h, alive = request.getfixturevalue("layer" if shared == "bf16" else "fp8_layer"), [], []
-    layer.experts.config.dispatch = "symmetric"
-    backward, wgrad = ops.swiglu_quantize_backward, ops.grouped_mm_wgrad
-
-    def swiglu_quantize_backward(d_MH, h, *args):
-        if not isinstance(h, FakeTensor):
-            all_h.append(StorageWeakRef(h.untyped_storage()))
-        return backward(d_MH, h, *args)
-
-    def grouped_mm_wgrad(dy, *args):
-        if not isinstance(dy, FakeTensor):  # of a trace
-            alive.append(any(not h.expired() for h in all_h))
-        return wgrad(dy, *args)
-
-    monkeypatch.setattr(ops, "swiglu_quantize_backward", swiglu_quantize_backward)
-    monkeypatch.setattr(ops, "grouped_mm_wgrad", grouped_mm_wgrad)
-    run, hooks = layer, contextlib.nullcontext()
-    if how == "compiled":
-        run = torch.compile(layer, backend="aot_eager")
-    elif how == "checkpointed":
-        run = functools.partial(checkpoint, layer, use_reentrant=False)
-    elif how == "checkpointed by op":
-        run = by_op(layer, _SAVED_OPS)
-    elif how == "offloaded":
-        hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
-    with hooks:
-        gradients(run, layer)
-    assert alive == [how == "eagerly"] * (2 if shared == "bf16" else 4)
-
-
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_tokens_are_kept_as_they_arrived(layer, recompute):
     """Not once for each of their experts."""
@@ -291,10 +256,7 @@ def test_symmetric_transfers_run_beside_the_layer(group, monkeypatch, watch):
         watch.seen.append("]")
 
     monkeypatch.setattr(Workspace, "beside", beside)
-    weights = [torch.randn(4, 128, 128).requires_grad_() for _ in range(3)]
-    scores, ids = torch.rand(8, 4).topk(2)
-    config = Fp8FlowMoEConfig(dispatch="symmetric")
-    out = routed_experts(torch.randn(8, 128), *weights, ids, scores, config=config, ep_group=group)
+    out = small_layer("plain", Fp8FlowMoEConfig(dispatch="symmetric"), group).run()
     assert watch.take() == (
         "publish [ plan wait planned pull_routing pull_rows ] quantize_weights quantize_weights join "
         "grouped_mm grouped_mm [ push_sums wait ] join unpermute_sum"
@@ -320,7 +282,7 @@ def test_results_of_a_transfer_are_not_filled():
         torch.use_deterministic_algorithms(False)
 
 
-def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):
+def test_rows_from_shared_memory_are_freed(group, monkeypatch):
     """Rows in expert order after GEMM 1, as with an all-to-all: nothing holds them until the sums travel."""
     rows, alive, gemm = [], [], ops.grouped_mm
 
@@ -330,21 +292,14 @@ def test_rows_from_shared_memory_are_freed(mesh, monkeypatch):
         return gemm(q, *args)
 
     monkeypatch.setattr(ops, "grouped_mm", watched)
-    scores, ids = torch.rand(8, 4).topk(2)
-    weights = [torch.randn(4, 128, 128) for _ in range(3)]
-    config = Fp8FlowMoEConfig(dispatch="symmetric")
-    routed_experts(torch.randn(8, 128), *weights, ids, scores, config=config, ep_group=mesh.get_group())
+    small_layer("plain", Fp8FlowMoEConfig(dispatch="symmetric"), group).run()
     assert alive == [[], [False]]
 
 
-def test_one_graph_is_refused_with_the_reason(mesh):
-    def layer(x, *weights_and_routing):
-        return routed_experts(x, *weights_and_routing, ep_group=mesh.get_group())
-
-    scores, ids = torch.rand(8, 4).topk(2)
-    weights = [torch.randn(4, 128, 128) for _ in range(3)]
+def test_one_graph_is_refused_with_the_reason(group):
+    run = small_layer("plain", Fp8FlowMoEConfig(dispatch="all_to_all"), group).run
     with pytest.raises(torch._dynamo.exc.Unsupported, match='dispatch = "symmetric" can be part of a graph'):
-        torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(8, 128), *weights, ids, scores)
+        torch.compile(run, backend="eager", fullgraph=True)()
 
 
 @pytest.mark.parametrize(("recompute", "exchanged"), [("activation", True), ("experts", True), ("experts", False)])
@@ -471,12 +426,22 @@ def test_streams_of_a_layer(tmp_path):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("call", range(8))
-def test_after_an_error_in_any_product(fp8_layer, monkeypatch, call):
-    """Of the forward's four and the backward's, in whichever op and on whichever side of a transfer."""
-    layer, calls = fp8_layer, []
-    layer.experts.config.dispatch = "symmetric"
-    want, whole = gradients(layer, layer), FFN.product
+ERRORS = [("symmetric", FFN, "product", call) for call in range(8)]  # of the forward's four and the backward's
+ERRORS += [(dispatch, ops.quantize, "quantize_weights", 0) for dispatch in DISPATCHES]
+ERRORS += [
+    (dispatch, ops, name, 0)
+    for dispatch in DISPATCHES
+    for name in ("swiglu_quantize", "swiglu_quantize_backward", "grouped_mm_wgrad")
+]
+
+
+@pytest.mark.parametrize(("dispatch", "owner", "name", "call"), ERRORS)
+def test_after_an_error_inside_of_an_op(fp8_layer, monkeypatch, unwaited, dispatch, owner, name, call):
+    """Between any two verbs, on whichever side of a transfer. The next steps are right, and leave no transfer."""
+    layer, whole, calls = fp8_layer, getattr(owner, name), []
+    layer.experts.config.dispatch = dispatch if dispatch == "symmetric" else "all_to_all"
+    layer.experts.set_meshes(None if dispatch == "local" else layer.experts.ep_mesh, None)
+    want = gradients(layer, layer)
 
     def broken(*args):
         calls.append(None)
@@ -484,44 +449,10 @@ def test_after_an_error_in_any_product(fp8_layer, monkeypatch, call):
             raise torch.OutOfMemoryError
         return whole(*args)
 
-    monkeypatch.setattr(FFN, "product", broken)
-    with pytest.raises(torch.OutOfMemoryError):
-        gradients(layer, layer)
-    assert same(gradients(layer, layer), want)
-
-
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize(
-    "name", ["quantize_weights", "swiglu_quantize", "swiglu_quantize_backward", "grouped_mm_wgrad"]
-)
-def test_after_an_error_inside_of_an_op(fp8_layer, monkeypatch, unwaited, dispatch, name):
-    """Between any two verbs. The next steps are right, and leave no transfer."""
-    layer, failing = fp8_layer, [False]
-    layer.experts.config.dispatch = dispatch if dispatch == "symmetric" else "all_to_all"
-    layer.experts.set_meshes(None if dispatch == "local" else layer.experts.ep_mesh, None)
-    want, owner = gradients(layer, layer), ops.quantize if name == "quantize_weights" else ops
-    whole = getattr(owner, name)
-
-    def broken(*args):
-        if failing[0]:
-            raise torch.OutOfMemoryError
-        return whole(*args)
-
     monkeypatch.setattr(owner, name, broken)
-    failing[0] = True
     with pytest.raises(torch.OutOfMemoryError):
         gradients(layer, layer)
-    failing[0] = False
     left = unwaited()  # PyTorch keeps an all-to-all that nobody has waited for: other ranks may not have begun it
     assert left <= (dispatch == "all_to_all")
     for _ in range(2):
         assert same(gradients(layer, layer), want) and unwaited() == left
-
-
-def test_under_compile(layer):
-    """The exchange stays eager, and what is around it may be compiled."""
-    want = gradients(layer, layer)
-    x = torch.randn(2, 8, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    out = torch.compile(layer, backend="aot_eager")(x)
-    for a, b in zip(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]), want, strict=True):
-        torch.testing.assert_close(a, b)

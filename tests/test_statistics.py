@@ -19,6 +19,8 @@ from tests import test_cpu_training
 from titan_fp8moe import Fp8FlowLinear, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
+from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.rows import Rows
 from titan_fp8moe.torchtitan import metrics
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -95,15 +97,22 @@ def test_a_linear_counts_its_operands():
     assert result["dy/exponent_max"] == -8 and "w/exponent_max" in result and "dh/nan_tiles" not in result
 
 
-def test_padding_behind_interleaved_gate_and_up_does_not_count():
-    """80 units take the first 160 of 256 columns, none of which is zero."""
-    w13, w2 = torch.ones(2, 160, 128, device=DEVICE) / 128, torch.ones(2, 128, 80, device=DEVICE) / 80
-    x, ids, scores = (torch.ones(n, k, device=DEVICE) for n, k in ((64, 128), (64, 1), (64, 1)))
+@pytest.mark.parametrize("kind", ["ffn", "relu2", "interleaved"])
+def test_padding_does_not_count(kind):
+    """80 units take 80 of 128 columns, interleaved 160 of 256; none of them is zero, and gradients of padding are."""
+    x, scores, ids, (w1, w2, w3) = make_layer(128, 128, 80, 2, 1, device=DEVICE)
+    x, w1, w2, w3 = (t.abs().requires_grad_() for t in (x, w1, w2, w3))
     statistics.collect()
-    out = routed_experts(x, w13.requires_grad_(), w2, None, ids.long(), scores, interleaved=True)
-    out.sum().backward()
+    if kind == "ffn":
+        out = feed_forward(x, ExpertWeights(w1[0], w2[0], w3[0]), Fp8FlowMoEConfig())
+    elif kind == "relu2":
+        out = routed_experts(x, w1, w2, None, ids, scores, activation="relu2")
+    else:
+        out = routed_experts(x, torch.cat([w1, w3], 1), w2, None, ids, scores, interleaved=True)
+    out.backward(torch.rand_like(out))
     result = statistics.summarize(statistics.take(DEVICE))
-    assert result["dh/underflow"] == 0 and result["dh/zero_tiles"] == 0
+    for kind in ("x", "a", "dy", "dh", "w"):
+        assert result[f"{kind}/underflow"] < 0.05 and not result[f"{kind}/zero_tiles"], kind
 
 
 def test_known_scales():

@@ -52,57 +52,76 @@ def put_non_finite(h, d):
     h[10, 3], h[11, -1], h[12, 130], d[13, 0], d[14, 1] = *(float("nan"),) * 2, float("inf"), float("inf"), float("nan")
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("fp8_h", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=encode)
-@pytest.mark.parametrize("keep_h", [False, True])
-def test_forward(generator, spec, keep_h):
-    M, H, end = 256, 384, 128
+def test_forward_and_backward(generator, spec, fp8_h, biased):
+    """Experts 0 and 3 have no rows. With biases some of H columns are padding."""
+    M, D, dim, end = 384, 256, 192, 256
+    H, hidden = (256, 176) if biased else (384, 384)
     h, d, score = inputs(generator, M, H, spec)
-    put_non_finite(h, d)
-    offsets_E = offsets(0, end, end, device=h.device)
-    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, keep_h)
-    assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec), end)
+    h.view(M, -1, H)[:, :, hidden:], d[:, hidden:] = 0, 0
+    put_non_finite(h[:, :hidden], d[:, :hidden])
+    offsets_E, bias, rows, more = offsets(0, 128, end, end, device=h.device), [], None, ()
+    if biased:
+        dy_q, dy_scale = recipe.quantize_rows(torch.nn.functional.pad(randn(generator, M, dim) * 1e-10, (0, D - dim)))
+        dy_scale = recipe.column_major(dy_scale)
+        b1, b2, b3 = randn(generator, 4, hidden), randn(generator, dim, 4).bfloat16().t(), randn(generator, 4, hidden)
+        bias = [*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]), None][:2]
+        rows = torch.cat([torch.nn.functional.pad(b.float(), (0, H - hidden)) for b in bias if b is not None], 1)
+        rows = recipe.expert_rows(rows, offsets_E, M)
+        more = (rows[:end],)
+
+    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, fp8_h, *bias)
+    assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, *more), end)
     assert scale.stride() == (1, M)
     assert (q[end:].view(torch.uint8) == 0xA5).all(), "rows past the last group were written"
-    if keep_h:
-        for got, want in zip((h_q, h_scale), recipe.quantize_hidden(h[:end], score[:end], spec), strict=True):
+    kept, wide_h = (h, None), h
+    if fp8_h:
+        for got, want in zip((h_q, h_scale), recipe.quantize_hidden(h[:end], score[:end], spec, *more), strict=True):
             assert_same_bits(got[:end], want)
         assert h_scale.stride() == (1, M)
+        h_q, h_scale = recipe.quantize_hidden(h, score, spec, rows)
+        kept, wide_h = (h_q, recipe.column_major(h_scale)), recipe.dequantize(h_q, h_scale)
     else:
         assert h_q.numel() == h_scale.numel() == 0
 
+    *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], spec, *more)
+    size = (d.float().abs() * (wide_h.float().abs() + 3 * biased).amax(1, keepdim=True) ** 2).sum(1)[:end]
+    tolerance = 1e-5 if biased else 1e-6
+    if biased:
+        dy = recipe.dequantize(dy_q, dy_scale)[:end, :dim]
+        ds_of_b2, db2_rows = recipe.output_bias_backward(dy, b2, score[:end], offsets_E, spec)
+        want_ds, size = want_ds + ds_of_b2, size + 1e-7
+    for with_gradients in (True, False)[: 1 + biased]:
+        output = (b2, dy_q, dy_scale, with_gradients) if biased else ()
 
-@pytest.mark.parametrize("spec", SPECS, ids=encode)
-@pytest.mark.parametrize("fp8_h", [False, True])
-def test_backward(generator, spec, fp8_h):
-    M, H, end = 256, 256, 128
-    h, d, score = inputs(generator, M, H, spec)
-    put_non_finite(h, d)
-    h_scale, wide_h = None, h
-    if fp8_h:
-        h, h_scale = recipe.quantize_hidden(h, score, spec)
-        h_scale, wide_h = recipe.column_major(h_scale), recipe.dequantize(h, h_scale)
-    offsets_E = offsets(end, device=h.device)
+        def run(recompute_a=True, kept=kept, output=output):
+            args = d, *kept, score, offsets_E, spec, recompute_a, *bias, *output
+            return swiglu.swiglu_quantize_backward(*args)
 
-    def run(recompute_a=True):
-        return swiglu.swiglu_quantize_backward(d, h, h_scale, score, offsets_E, spec, recompute_a)
-
-    dh, dh_scale, q, q_scale, ds = run()
-    *want, want_ds, _ = recipe.swiglu_quantize_backward(d[:end], wide_h[:end], score[:end], spec)
-    assert_rows((dh, dh_scale, q, q_scale), want, end)
-    assert dh_scale.stride() == q_scale.stride() == (1, M)
-    size = (d[:end].float().abs() * wide_h[:end].float().abs().amax(1, keepdim=True) ** 2).sum(1)
-    assert_sums(ds[:end], want_ds, size, 1e-6)
-    if not INTERPRETED:  # sums of several warps
-        for first, second in zip((dh, q, ds), run()[::2], strict=True):
-            assert_same_bits(first[:end], second[:end])
-    other_dh, _, none, _, other_ds = run(recompute_a=False)  # a kernel of its own, whose sums may be fused otherwise
-    assert_same_bits(dh[:end], other_dh[:end])
-    assert none.numel() == 0
-    assert_sums(other_ds[:end], ds[:end], size, 1e-6)
-    if fp8_h:
-        h_scale = h_scale.view(torch.uint8).contiguous().view(recipe.E8M0)  # as it may come back from the host
-        for first, second in zip((dh, q, ds), run()[::2], strict=True):
-            assert_same_bits(first[:end], second[:end])
+        dh, dh_scale, q, q_scale, ds, *dbias = run()
+        assert_rows((dh, dh_scale, q, q_scale), want, end)
+        assert dh_scale.stride() == q_scale.stride() == (1, M)
+        assert_sums(ds[:end], want_ds, size, tolerance)
+        assert len(dbias) == (biased and with_gradients)
+        other_dh, _, none, _, other_ds, *_ = run(recompute_a=False)  # of its own, whose sums may be fused otherwise
+        assert_same_bits(dh[:end], other_dh[:end])
+        assert none.numel() == 0
+        assert_sums(other_ds[:end], ds[:end], size, tolerance)
+        again = [] if INTERPRETED else [run()]  # sums of several warps
+        if fp8_h:  # scales as they may come back from the host
+            again.append(run(kept=(kept[0], kept[1].view(torch.uint8).contiguous().view(recipe.E8M0))))
+        for results in again:
+            for first, second in zip((dh, q, ds), results[:5:2], strict=True):
+                assert_same_bits(first[:end], second[:end])
+        if dbias:
+            parts = (part[:, :hidden] for part in dbias_rows.split(H, 1))
+            want_dbias = recipe.bias_gradient(torch.cat([*parts, db2_rows], 1), offsets_E)
+            assert dbias[0].dtype == torch.bfloat16 and not dbias[0][[0, 3]].any()
+            finite = want_dbias.isfinite()
+            assert torch.equal(dbias[0].isfinite(), finite)
+            torch.testing.assert_close(dbias[0].float()[finite], want_dbias[finite], rtol=0.01, atol=1e-10)
 
 
 CLAMPED = [spec for spec in SPECS if spec.activation == "clamped_swiglu"]
@@ -172,53 +191,3 @@ def test_without_a_router(generator, fp8_h):
     assert ds.numel() == 0
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
-
-
-UNGATED = [spec for spec in SPECS if not spec.gated]
-
-
-@pytest.mark.parametrize("spec", CLAMPED + UNGATED, ids=encode)
-@pytest.mark.parametrize("fp8_h", [False, True])
-def test_biases(generator, spec, fp8_h):
-    """Forward and backward; of H columns some are padding. Experts 0 and 3 have no rows."""
-    M, H, hidden, D, dim, end = 384, 256, 176, 256, 192, 256
-    h, d, score = inputs(generator, M, H, spec)
-    h.view(M, -1, H)[:, :, hidden:], d[:, hidden:] = 0, 0
-    dy_q, dy_scale = recipe.quantize_rows(torch.nn.functional.pad(randn(generator, M, dim) * 1e-10, (0, D - dim)))
-    dy_scale = recipe.column_major(dy_scale)
-    put_non_finite(h[:, :hidden], d[:, :hidden])
-    offsets_E = offsets(0, 128, end, end, device=h.device)
-    b1, b2, b3 = randn(generator, 4, hidden), randn(generator, dim, 4).bfloat16().t(), randn(generator, 4, hidden)
-    bias = [*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]), None][:2]
-    rows = torch.cat([torch.nn.functional.pad(b.float(), (0, H - hidden)) for b in bias if b is not None], 1)
-    rows = recipe.expert_rows(rows, offsets_E, M)
-
-    q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, fp8_h, *bias)
-    assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, rows[:end]), end)
-    kept, wide_h = (h, None), h
-    if fp8_h:
-        want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, rows[:end])
-        assert_same_bits(h_q[:end], want_h)
-        assert_same_bits(h_scale[:end], want_h_scale)
-        h_q, h_scale = recipe.quantize_hidden(h, score, spec, rows)
-        kept, wide_h = (h_q, recipe.column_major(h_scale)), recipe.dequantize(h_q, h_scale)
-
-    for with_gradients in (True, False):
-        args = d, *kept, score, offsets_E, spec, True, *bias, b2, dy_q, dy_scale, with_gradients
-        dh, dh_scale, q, q_scale, ds, *dbias = swiglu.swiglu_quantize_backward(*args)
-        args = d[:end], wide_h[:end], score[:end], spec, rows[:end]
-        *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(*args)
-        assert_rows((dh, dh_scale, q, q_scale), want, end)
-        dy = recipe.dequantize(dy_q, dy_scale)[:end, :dim]
-        ds_of_b2, db2_rows = recipe.output_bias_backward(dy, b2, score[:end], offsets_E, spec)
-        size = (d.float().abs() * (wide_h.float().abs() + 3).amax(1, keepdim=True) ** 2).sum(1)[:end] + 1e-7
-        assert_sums(ds[:end], want_ds + ds_of_b2, size, 1e-5)
-        assert len(dbias) == with_gradients
-        if with_gradients:
-            parts = (part[:, :hidden] for part in dbias_rows.split(H, 1))
-            rows_of_all = torch.cat([*parts, db2_rows], 1)
-            want_dbias = recipe.bias_gradient(rows_of_all, offsets_E)
-            assert dbias[0].dtype == torch.bfloat16 and not dbias[0][[0, 3]].any()
-            finite = want_dbias.isfinite()
-            assert torch.equal(dbias[0].isfinite(), finite)
-            torch.testing.assert_close(dbias[0].float()[finite], want_dbias[finite], rtol=0.01, atol=1e-10)
