@@ -294,3 +294,7 @@ def test_bf16_with_one_bit_changed_is_a_baseline(compare, seed):
     most = "20.00%" if seed else "3.00%"
     assert f"yardstick: bf16 differs from itself by up to {most}" in output
     assert f"fp8 differs from bf16{seed} by +0.50% in the mean" in output
+
+
+def test_a_setting_in_a_name_is_no_seed(compare):
+    assert compare({"bf16": [4.0] * 40, "bf16-symmetric": [4.12] * 40})[0] == 1

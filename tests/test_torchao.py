@@ -115,7 +115,8 @@ def test_a_refusal_converts_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 128))
     with pytest.raises(ValueError, match="without a bias"):
         quantize_(model, Fp8FlowMoEConfig())
-    half = torch.nn.Linear(128, 128, bias=False).half()
-    with pytest.raises(ValueError, match="float16"):
-        Fp8FlowLinear.convert(half, Fp8FlowMoEConfig())
-    assert {type(linear) for linear in (*model, half)} == {torch.nn.Linear}
+    half, small = torch.nn.Linear(128, 128, bias=False).half(), torch.nn.Linear(128, 8, bias=False)
+    for linear, said in ((half, "bf16 or fp32"), (small, "multiples of 128")):
+        with pytest.raises(ValueError, match=said):
+            Fp8FlowLinear.convert(linear, Fp8FlowMoEConfig())
+    assert {type(linear) for linear in (*model, half, small)} == {torch.nn.Linear}

@@ -81,11 +81,14 @@ def _default_filter(model: nn.Module) -> Callable[[nn.Module, str], bool]:
         )
 
     def filter_fn(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and name.split(".")[-1] not in _OUTPUTS
+        converted = isinstance(module, Fp8FlowLinear)
+        return isinstance(module, nn.Linear) and not converted and name.split(".")[-1] not in _OUTPUTS
 
     for name, module in model.named_modules():
-        if filter_fn(module, name):
-            Fp8FlowLinear.check(cast(nn.Linear, module))  # before any is converted
+        if filter_fn(module, name) and (reason := Fp8FlowLinear.why_not(cast(nn.Linear, module))):
+            raise ValueError(  # before any is converted
+                f"only {reason} can be FP8, not {name}: {module}; name those to convert by filter_fn = linears(...)"
+            )
     return filter_fn
 
 

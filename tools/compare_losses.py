@@ -14,6 +14,7 @@ import argparse
 import json
 import lzma
 import math
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -212,13 +213,12 @@ def plot(runs: list[Run], deviations: dict[str, Deviation], window: int, toleran
 
 def report(runs: list[Run], window: int, tolerance: float, out: Path) -> bool:
     """Prints the table and what is wrong, and draws the figure. Returns whether something is."""
-    parts = {run.name: run.name.partition("-s") for run in runs}
-    recipe = {name: part[0].removesuffix("_bit") for name, part in parts.items()}
+    seed = {run.name: match[0] if (match := re.search(r"-s\d+$", run.name)) else "" for run in runs}
+    recipe = {name: name.removesuffix(seed[name]).removesuffix("_bit") for name in seed}
     baselines = {run.name: run for run in runs if recipe[run.name] == recipe[runs[0].name]}
     deviations = {}
     for run in runs[1:]:
-        _, dash, seed = parts[run.name]
-        paired = baselines.get(f"{recipe[runs[0].name]}{dash}{seed}", runs[0])
+        paired = baselines.get(recipe[runs[0].name] + seed[run.name], runs[0])
         deviations[run.name] = compare(run, runs[0] if paired is run else paired, window)
     judged = {run.name: None if run.name in baselines else deviations[run.name] for run in runs}
     wrong = {run.name: list(failures(run, judged[run.name], tolerance)) for run in runs}

@@ -185,7 +185,7 @@ def _precision(name: str, stored: torch.dtype, quantized_from: str | None) -> to
     if stored not in known:
         raise ValueError(
             f"{name} is {stored}, and training quantized {quantized_from or 'bf16, or fp32'}: export the checkpoint "
-            "that it wrote, and pass --config with --world-size, or --quantized-from"
+            "that it wrote, and pass --world-size with --config, or --quantized-from"
         )
     return torch.float32 if fp32 else torch.bfloat16
 

@@ -76,6 +76,8 @@ def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     if not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
         return
+    if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
+        return
     kind = op, *((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     if kind not in seen:
         use_inductors_ptxas()

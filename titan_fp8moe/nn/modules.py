@@ -32,7 +32,7 @@ from titan_fp8moe.nn.parallel import (
     uniform_by_expert_,
 )
 from titan_fp8moe.ops import Fp8Weight
-from titan_fp8moe.recipe import FP8, SCALE_BITS
+from titan_fp8moe.recipe import BLOCK, FP8, SCALE_BITS
 from titan_fp8moe.spec import ExpertSpec
 
 
@@ -447,18 +447,21 @@ class Fp8FlowLinear(nn.Linear):
         """Turns a linear into this class in place; its parameter stays.
 
         Raises:
-            ValueError: for a subclass of ``nn.Linear``, or a bias.
+            ValueError: for a subclass of ``nn.Linear``, a bias, or other dims and dtypes.
         """
-        Fp8FlowLinear.check(module)
+        if (reason := Fp8FlowLinear.why_not(module)) is not None:
+            raise ValueError(f"only {reason} can be Fp8FlowLinear, not {module}")
         module.__class__ = Fp8FlowLinear
         cast(Fp8FlowLinear, module)._configure(config)
 
     @staticmethod
-    def check(module: nn.Linear) -> None:
-        """Raises ValueError for a linear that :meth:`convert` does not take."""
+    def why_not(module: nn.Linear) -> str | None:
+        """A linear that :meth:`convert` takes, if it does not take this one."""
         if type(module) is not nn.Linear or module.bias is not None:
-            raise ValueError(f"only an nn.Linear without a bias can be Fp8FlowLinear, not {module}")
-        _check_dtype(module.weight.dtype)
+            return "an nn.Linear without a bias"
+        if module.in_features % BLOCK or module.out_features % BLOCK:
+            return f"a linear with dims that are multiples of {BLOCK}"
+        return None if module.weight.dtype in (torch.bfloat16, torch.float32) else "a linear in bf16 or fp32"
 
     def _configure(self, config: Fp8FlowMoEConfig) -> None:
         _check_dtype(self.weight.dtype)
@@ -477,9 +480,11 @@ class Fp8FlowLinear(nn.Linear):
         if not isinstance(x, DTensor):
             raise RuntimeError(f"the weight of Fp8FlowLinear is a DTensor, but its input is none; {_GATHER}")
         given, w_grad, x_grad, result = _linear_placements(w, x)
+        whole = torch.empty(*x.shape[:-1], w.shape[0], device="meta")  # ranks may have unequal parts
         x = x.redistribute(placements=given).to_local(grad_placements=x_grad)
         out = linear(x, w.to_local(grad_placements=w_grad), self.config, cache, self.nan_flags, frozen)
-        return DTensor.from_local(out, w.device_mesh, result, run_check=False)
+        shape, stride = whole.shape, whole.stride()
+        return DTensor.from_local(out, w.device_mesh, result, run_check=False, shape=shape, stride=stride)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"

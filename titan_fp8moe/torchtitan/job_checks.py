@@ -49,6 +49,11 @@ def check_parallelism(dims: ParallelDims) -> None:
             "once too often when nothing is sharded; raise data_parallel_shard_degree, or scale the learning rate and "
             "training.max_norm"
         )
+    if dims.pp > 1:
+        logger.warning(
+            "torchtitan 0.2.2 leaves gradients under pipeline parallelism as sums over a step's tokens, which "
+            "training.max_norm clips; multiply it by their number, as train_configs/deepseek_v3_671b.toml does"
+        )
 
 
 def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
