@@ -439,7 +439,7 @@ TINY_SAYS = "is not a checkpoint of deepseek_v3 tiny: 1 tensors are missing, unk
 REFUSALS: list[tuple[str, Callable[[State], State], dict[str, Any], str, str]] = [
     # What training multiplies, and what it quantized from.
     ("hf", lose(), {}, "--quantized-from fp32", "is torch.bfloat16, and training quantized fp32"),
-    ("hf", cast(torch.float32), {}, "", "is torch.float32, and training quantized bf16, or fp32 ... --world-size, or"),
+    ("hf", cast(torch.float32), {}, "", "is torch.float32, and training quantized bf16, or fp32 ... --world-size with"),
     ("hf", cast(torch.float16), {}, "--quantized-from bf16", "is torch.float16, and training quantized bf16"),
     ("hf", put(EXPERT, torch.zeros(D, D).to(recipe.FP8)), {}, "", f"{EXPERT} is torch.float8_e4m3fn, and training"),
     ("hf", put(EXPERT, torch.full((D, D), torch.inf)), {}, "", f"{EXPERT} holds a NaN or Inf"),

@@ -480,7 +480,7 @@ class Fp8FlowLinear(nn.Linear):
         if not isinstance(x, DTensor):
             raise RuntimeError(f"the weight of Fp8FlowLinear is a DTensor, but its input is none; {_GATHER}")
         given, w_grad, x_grad, result = _linear_placements(w, x)
-        whole = torch.empty(*x.shape[:-1], w.shape[0], device="meta")  # ranks may have unequal parts
+        whole = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device="meta")  # ranks may have unequal parts
         x = x.redistribute(placements=given).to_local(grad_placements=x_grad)
         out = linear(x, w.to_local(grad_placements=w_grad), self.config, cache, self.nan_flags, frozen)
         shape, stride = whole.shape, whole.stride()
