@@ -101,7 +101,7 @@ def use_inductors_ptxas() -> None:
 
     Triton looks up kernels by the version of ptxas too, so a job would not find those that another ptxas has made.
     """
-    from torch._inductor.runtime import compile_tasks  # its function is private: checked with torch 2.11 to 2.15
+    from torch._inductor.runtime import compile_tasks  # its function is private: checked with torch 2.11, 2.13 and 2.14
 
     getattr(compile_tasks, "_set_triton_ptxas_path", lambda: None)()
 
