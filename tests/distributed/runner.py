@@ -94,9 +94,9 @@ def gather(values: dict) -> dict:
 
 
 def buffers(parts: list[nn.Module], ending: str) -> dict[str, torch.Tensor]:
-    """A model's buffers with this ending of their names, as they are now."""
+    """A model's whole buffers with this ending of their names, as they are now; collective."""
     named = [(plain_name(name), b) for part in parts for name, b in part.named_buffers()]
-    return {name: b.cpu().clone() for name, b in named if name.endswith(ending)}
+    return {name: whole(b).cpu().clone() for name, b in named if name.endswith(ending)}
 
 
 def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
