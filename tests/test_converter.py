@@ -74,6 +74,9 @@ def test_degrees_that_torchtitan_gets_wrong_are_warned_of(caplog: pytest.LogCapt
         dims = dataclasses.replace(make_dims(dp_shard=shards), dp_replicate=2, world_size=2 * shards)
         Fp8FlowMoEConverter(make_config(), dims)
         assert ("parallelism.data_parallel_replicate_degree = 2" in caplog.text) == warned
+        assert "pipeline" not in caplog.text
+    Fp8FlowMoEConverter(make_config(), dataclasses.replace(make_dims(dp_shard=1), pp=2, world_size=2))
+    assert "sums over a step's tokens, which training.max_norm clips" in caplog.text
 
 
 # Settings, ranks of expert parallelism, FSDP's mesh and options; whether FSDP is said to have work, has the parameters,

@@ -4,12 +4,14 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.layer import DEVICE
+from tests.processes import call
 from titan_fp8moe import Fp8FlowLinear, Fp8Weight, RoutedExperts
 
 
@@ -56,3 +58,17 @@ def test_scores_of_stored_experts_stay_fp32_under_fsdp(group):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     fully_shard(experts, mesh=init_device_mesh(DEVICE, (1,)), mp_policy=policy)
     assert torch.equal(experts(x, ids, scores), want)
+
+
+def shape_of_unequal_parts() -> tuple[int, ...]:
+    """Of a linear's output for three tokens of two ranks. For a process of its own."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    mesh, linear = init_device_mesh("cpu", (2,)), Fp8FlowLinear(128, 256)
+    linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Replicate()], run_check=False))
+    whole = torch.empty(1, 3, 128)
+    mine = dict(shape=whole.shape, stride=whole.stride(), run_check=False)
+    return tuple(linear(DTensor.from_local(whole[:, :2], mesh, [Shard(1)], **mine)).shape)
+
+
+def test_ranks_with_unequal_parts():
+    assert call(shape_of_unequal_parts) == (1, 3, 256)
