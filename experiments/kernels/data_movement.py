@@ -4,7 +4,8 @@
 
 A figure is the fewest bytes that the kernel must move, each input read once and each output written once, divided by
 the median time of launches back to back. The upper limit is a device-to-device copy of 1 GiB in the same run; a
-copy that moves as many bytes as the kernel shows what a kernel of that size can reach.
+copy that moves as many bytes as the kernel shows what a kernel of that size can reach. Two kernels also stand next to
+what they replace: :func:`alone`.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.ablations import requantized_pair
 from experiments.records import measure_each, record
 from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
@@ -189,14 +192,40 @@ def permute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     yield Case("unpermute_gradients", "balanced", size(y[:R], ds_M[:R], row_TK, *gradients), backward)
 
 
-def cases(layer: Layer) -> Iterator[Case]:
+def cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     """The cases of a layer, one at a time in memory."""
     yield from quantize_cases(layer)
     if layer.ranks > 1:
         yield from dispatch_cases(layer)
-    routing = route(layer)
     for make in (transpose_cases, swiglu_cases, permute_cases):
         yield from make(layer, routing)
+
+
+@torch.compile
+def swiglu_bf16(h: Tensor, score: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return (F.silu(gate.float()) * up.float() * score.unsqueeze(1)).to(BF16)
+
+
+def alone(layer: Layer, routing: Routing, shape: str) -> Iterator[dict]:
+    """The transposes of both operands next to dequantizing, transposing and requantizing them, and SwiGLU next to one
+    whose output another launch quantizes. What is not ours is PyTorch's code, compiled."""
+    offsets_E, rows = routing.offsets_E, routing.rows
+    operands = [t[:rows] for width in (layer.D, 2 * layer.H) for t in expert_rows(routing, width)]
+    h, score = randn(rows, 2 * layer.H), torch.rand(rows, device="cuda")
+    cases = {
+        ("transpose alone", "requantized"): (
+            partial(transpose.transpose_pair, *operands, offsets_E, "scaling_aware"),
+            partial(requantized_pair, *operands, offsets_E, ""),
+        ),
+        ("swiglu alone", "unfused"): (
+            partial(swiglu.swiglu_quantize, h, score, offsets_E, SWIGLU, False),
+            lambda: quantize.quantize_rows(swiglu_bf16(h, score)),
+        ),
+    }
+    for (name, reference), runs in cases.items():
+        ours, theirs = map(back_to_back_ms, runs)
+        yield record(name, shape, "ms", ours, reference, theirs)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
@@ -211,15 +240,18 @@ def device_copy(moved: int = 1 << 31) -> float:
 
 def measure(layer: Layer) -> Iterator[dict]:
     """Records in GB/s of the bytes that each case moves."""
-    copy = device_copy()
-    for case in cases(layer):
+    copy, routing = device_copy(), route(layer)
+    place = (
+        f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, ranks {layer.ranks}"
+    )
+    for case in cases(layer, routing):
         speed = gb_per_s(case.bytes, case.run)
-        shape = f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, "
-        shape += ", ".join(filter(None, [f"ranks {layer.ranks}", case.routing]))
+        shape = ", ".join(filter(None, [place, case.routing]))
         fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=case.routing)
         fields |= dict(microseconds=round(case.bytes / speed * 1e-3, 1))
         for reference, other in (("copy", copy), ("copy of as many bytes", device_copy(case.bytes))):
             yield record(case.name, shape, "GB/s", speed, reference, other, **fields)
+    yield from alone(layer, routing, place)
 
 
 if __name__ == "__main__":
