@@ -97,6 +97,7 @@ def captured(step: Step) -> Step:
         graph.replay()
         return results
 
+    replay.step = step  # holds what the graph reads
     return replay
 
 
