@@ -341,15 +341,16 @@ _DENSE = {name.replace("_", " "): (name,) for name in ("bf16", "float8_tensorwis
 )
 def training(records: Records, pattern: str, columns: dict[str, tuple[str, ...]]) -> Rows:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
-    for name, shape in records.named(pattern, "bf16", _STRONGEST):
+    for name, shape in records.named(pattern, "bf16", "bf16_fused:checkpointing=saved", _STRONGEST):
         if OTHER_SETTINGS.search(shape):
             continue
         memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
         for speed in records.runs(name, shape):
-            if not speed.keys() & {"bf16", "torchao", "torchao_whole", _STRONGEST}:
+            speed = {key: r for key, r in speed.items() if not re.search("checkpointing=(none|full)", key)}
+            peers = [best(speed, names) for names in columns.values()]
+            if not any(peers):
                 continue  # other checkpointing, which has a table of its own
             run = Pair(speed, memories.get(first(speed)["command"], {}))
-            peers = [best(speed, names) for names in columns.values()]
             cells = [f"{cell(speed, peer)} {option(peer)}".strip() for peer in peers]
             title = joined(setting(shape), name.partition(" ")[2])
             yield [title, card(first(speed)), *cells, *run.over_strongest(peers), spread(speed)]
@@ -542,6 +543,19 @@ def data_movement(records: Records) -> Rows:
         yield [kernel, *(", ".join(map(shown, cell)) for cell in cells)]
 
 
+@table("ms", "shape", "PyTorch's compiled code", _OURS)
+def alone(records: Records) -> Rows:
+    """Two kernels next to what they replace."""
+    for name, shape in records.named("(transpose|swiglu) alone"):
+        (reference, found), *_ = records.of(name, shape).items()
+        yield [
+            f"{name.removesuffix(' alone')}, next to {reference}",
+            shape,
+            number(found["reference_value"]),
+            ours({"": found}, ""),
+        ]
+
+
 _WAYS = "FP8 all-to-all", "FP8 symmetric"
 
 
@@ -654,10 +668,12 @@ NO_RECORDS = "published", "dry_runs", "whole_models"
 _BATCH = "sdpa, local batch 4, random routing"
 _NEVER = ", parallelism.fsdp_reshard_after_forward=never"
 _SIX, _FIVE = f"16B, 6 layers, {_BATCH}, 1 GPU", f"Qwen3-30B-A3B, 5 layers, {_BATCH}, 1 GPU"
+_TWO = f"16B, 14 layers, sdpa, local batch 4, model routing, 2 GPUs{_NEVER}"
 _WHOLE, _QWEN3 = f"16B, 27 layers, {_BATCH}, 4 GPUs{_NEVER}", f"Qwen3-30B-A3B, 48 layers, {_BATCH}, 4 GPUs"
 HEADLINE = {  # a row of the first table and of the picture: the record's name and shape, and which bf16 it has
     "DeepSeek-V3 16B, 6 layers": ("train_16b checkpointing=none", _SIX, "fused"),
     "Qwen3-30B-A3B, 5 layers": ("train_qwen3_30b checkpointing=none", _FIVE, "fused"),
+    "DeepSeek-V3 16B, 14 layers, own routing": ("train_16b", _TWO, "fused"),
     "DeepSeek-V3 16B, all 27 layers": ("train_16b dispatch=symmetric", _WHOLE, "fused"),
     "Qwen3-30B-A3B, all 48 layers": ("train_qwen3_30b dispatch=symmetric recompute=experts", _QWEN3, "torchtitan's"),
 }
