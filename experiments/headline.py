@@ -65,7 +65,7 @@ def draw_speeds(axis: Any, runs: list[tuple]) -> None:
         ):
             axis.barh(at, value, 0.38, color=color)
             axis.text(value, at, f" {value:,.0f}  {label}", va="center", fontsize=9)
-    axis.set_yticks(range(len(runs)), [title for title, *_ in runs], fontsize=10)
+    axis.set_yticks(range(len(runs)), [title.replace(", ", "\n", 1) for title, *_ in runs], fontsize=9)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.5 * max(speed["value"] for _, _, speed, _ in runs))
     axis.set_xticks([])
