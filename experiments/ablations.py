@@ -7,7 +7,7 @@ from titan_fp8moe import ops, recipe
 from titan_fp8moe.recipe import E8M0, TILE
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def _requantize(q_MD: Tensor, byte_MG: Tensor) -> tuple[Tensor, Tensor]:
     M, D = q_MD.shape
     x_DM = recipe.dequantize(q_MD, byte_MG).t().contiguous()

@@ -75,12 +75,13 @@ six=(--layers 6 --attention sdpa)
 fused=(bf16_fused:checkpointing={saved,none,full})
 train batch4 1 530 "${six[@]}" --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 train batch4_fp8 1 500 "${six[@]}" --variants fp8_flow torchao torchao_whole naive_blockwise naive_whole
-train batch4_checkpointing 1 500 "${six[@]}" --variants fp8_flow fp8_flow:checkpointing=none bf16:checkpointing=saved "${fused[@]}"
+train batch4_checkpointing 1 500 "${six[@]}" --seeds 0 1 --variants fp8_flow fp8_flow:checkpointing=none "${fused[@]:0:2}"
 train batch1 1 530 "${six[@]}" --local-batch 1 --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 train flex 1 400 --layers 6 --attention flex --variants fp8_flow bf16 "${fused[0]}"
 train settings 1 400 "${six[@]}" --variants fp8_flow fp8_flow:recompute=experts fp8_flow:save_h=fp8
 train qwen3 1 530 --model qwen3_30b --layers 5 --attention sdpa --seeds 0 1 --variants fp8_flow bf16 bf16_whole "${fused[0]}"
-train qwen3_checkpointing 1 400 --model qwen3_30b --layers 5 --attention sdpa --variants fp8_flow:checkpointing=none "${fused[1]}"
+train qwen3_checkpointing 1 500 --model qwen3_30b --layers 5 --attention sdpa --seeds 0 1 \
+    --variants fp8_flow fp8_flow:checkpointing=none "${fused[@]:0:2}"
 train qwen3_batch1 1 530 --model qwen3_30b --layers 5 --attention sdpa --local-batch 1 --seeds 0 1 \
     --variants fp8_flow bf16 bf16_whole "${fused[0]}"
 part first_step 1 400 python3 -m experiments.throughput.first_step --out experiments/throughput --gpus 1 "${six[@]}"
@@ -128,13 +129,14 @@ strongest=bf16_fused:checkpointing=saved,ep=1
 whole=(--attention sdpa --steps 30 --seeds 0 1 2)
 train 16b_default 4 590 --attention sdpa --steps 60 --seeds 0 1 --variants fp8_flow "${both[0]}"
 never=(-- --parallelism.fsdp_reshard_after_forward=never) # both sides gain; the strongest bf16 then takes 133 GiB
+train 16b_14_layers 2 590 --layers 14 --attention sdpa --steps 80 --routing model --variants fp8_flow "$strongest" "${never[@]}"
 train 16b 4 590 "${whole[@]}" --variants "${both[0]}" "$strongest" "${never[@]}"
 train 16b_batch1 4 590 "${whole[@]}" --local-batch 1 --variants "${both[0]}" "$strongest" bf16
 train 16b_batch8 4 590 "${whole[@]}" --local-batch 8 --variants "${both[0]},recompute=experts" "$strongest" bf16
 train qwen3_30b 4 590 --model qwen3_30b "${whole[@]}" --variants "${both[0]},recompute=experts" "$strongest" bf16
 train 16b_microbatches 4 590 --attention sdpa --steps 20 --variants "${both[0]},cache_weights=true" "$strongest" \
     -- --training.global_batch_size=64
-train 16b_own_routing 4 590 --attention sdpa --steps 200 --routing model --variants fp8_flow "$strongest" "${never[@]}"
+train 16b_own_routing 4 590 --attention sdpa --steps 60 --routing model --variants fp8_flow "$strongest" "${never[@]}"
 part exchange 4 540 python3 -m experiments.expert_parallel.exchange --out experiments/expert_parallel/results.json
 
 titan03() { # name, GPUs, arguments of train.py

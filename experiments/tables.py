@@ -171,9 +171,14 @@ class Pair(NamedTuple):
         return joined(*(cell(found, reference) for found in self))
 
     def over_strongest(self, references: Iterable[str]) -> list[str]:
-        """Our speed and its ratio over the strongest reference, and what both reserve."""
+        """Our speed and its ratio over the strongest reference, bold unless that is stock bf16; what both reserve."""
         peers = strongest(self.speed, references)
-        return [ours(self.speed, *peers), cell(self.memory, *peers or [""]), ours(self.memory)]
+        mine = ours(self.speed, *peers)
+        return [
+            mine.replace("**", "") if peers == ["bf16"] else mine,
+            cell(self.memory, *peers or [""]),
+            ours(self.memory),
+        ]
 
 
 def markdown(head: list[str], *rows: list[str]) -> str:
@@ -313,6 +318,7 @@ def peaks(records: Records) -> Rows:
 SHORT = {
     ", 1 GPU": "",
     ", random routing": "",
+    "model routing": "own routing",
     "activation_checkpoint.mode=full": "full checkpointing",
     "parallelism.expert_parallel_degree=1": "FSDP 2",  # not EP 2
     "parallelism.tensor_parallel_degree=2": "TP 2 with EP 2",
@@ -326,7 +332,7 @@ def setting(shape: str, *left_out: str) -> str:
     return shape
 
 
-OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|(forced|model) routing|checkpoint\.mode=full")
+OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|forced routing|checkpoint\.mode=full")
 """Shapes that were not measured beside fused bf16."""
 _STRONGEST = "bf16_fused:checkpointing=saved,ep=1"
 
@@ -420,7 +426,7 @@ def variants(records: Records) -> Rows:
 @table("highest tokens/s", "bf16, fused", "GiB", "with", _OURS, "GiB", "with")
 def sweep(records: Records) -> Rows:
     """The fastest point of each precision on a card, over local batch and checkpointing."""
-    for name, shape in records.named("train_.* fastest"):
+    for name, shape in records.named("train_16b fastest"):
         (found,) = records.of(name, shape).values()
         row = [setting(shape.replace(" 80GB HBM3", ""))]
         for who in ("reference", "ours"):
@@ -541,19 +547,6 @@ def data_movement(records: Records) -> Rows:
         records.used += [r for cell in cells for r in cell]
         shown = (lambda r: f"{r['speedup']:.0%}") if few else (lambda r: f"{r['microseconds']:.0f} µs")
         yield [kernel, *(", ".join(map(shown, cell)) for cell in cells)]
-
-
-@table("ms", "shape", "PyTorch's compiled code", _OURS)
-def alone(records: Records) -> Rows:
-    """Two kernels next to what they replace."""
-    for name, shape in records.named("(transpose|swiglu) alone"):
-        (reference, found), *_ = records.of(name, shape).items()
-        yield [
-            f"{name.removesuffix(' alone')}, next to {reference}",
-            shape,
-            number(found["reference_value"]),
-            ours({"": found}, ""),
-        ]
 
 
 _WAYS = "FP8 all-to-all", "FP8 symmetric"

@@ -201,7 +201,7 @@ def cases(layer: Layer, routing: Routing) -> Iterator[Case]:
         yield from make(layer, routing)
 
 
-@torch.compile
+@torch.compile(dynamic=False)
 def swiglu_bf16(h: Tensor, score: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
     return (F.silu(gate.float()) * up.float() * score.unsqueeze(1)).to(BF16)
