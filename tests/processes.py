@@ -124,30 +124,35 @@ def _run(
         outs, errs = ([Path(folder) / f"{kind}{n}" for n in range(len(commands))] for kind in ("out", "err"))
         jobs = zip(commands, environments, outs, errs, strict=True)
         processes = [context.Process(target=_main, args=job) for job in jobs]
-        for process in processes:
-            process.start()
-        code = _wait(processes, processes[:awaits], time.monotonic() + limit)
+        try:
+            for process in processes:
+                process.start()
+            code = _wait(processes[:awaits], time.monotonic() + limit)
+        finally:  # also of a run that is interrupted: ranks would stay on the GPUs
+            _end([process for process in processes if process.pid])
         out, err = ("".join(f.read_text(errors="replace") for f in files if f.exists()) for files in (outs, errs))
     if code == TIMED_OUT:
         err += f"\nstopped after {limit:.0f} s"
     return subprocess.CompletedProcess(commands[0], code, out, err)
 
 
-def _wait(processes: Sequence[BaseProcess], awaited: Sequence[BaseProcess], deadline: float) -> int:
-    """The first exit code that is not 0. It ends the processes that still run."""
+def _wait(awaited: Sequence[BaseProcess], deadline: float) -> int:
+    """The first exit code that is not 0."""
     timed_out = False
     while running := [process for process in awaited if process.exitcode is None]:
         if timed_out or any(process.exitcode for process in awaited):
             break
         sentinels = [process.sentinel for process in running]
         timed_out = not connection.wait(sentinels, max(deadline - time.monotonic(), 0))
-    code = TIMED_OUT if timed_out else next((p.exitcode for p in awaited if p.exitcode), 0)
+    return TIMED_OUT if timed_out else next((p.exitcode for p in awaited if p.exitcode), 0)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.terminate()  # not killed: a script may have processes of its own to end
         process.join(10)
         process.kill()
         process.join()
-    return code
 
 
 def _main(command: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
