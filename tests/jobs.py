@@ -6,6 +6,7 @@
 import copy
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +76,36 @@ def convert(config: JobConfig, model: nn.Module, dims: ParallelDims | None = Non
 ADAPTER = "titan_fp8moe.torchtitan"
 VALIDATION = "validation"
 DRY_RUN = ["train_configs/debug.toml"]
+CONVERTED = "2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears"
+ALL_LAYERS = "layers"
+# Of torchtitan 0.2.2's models/deepseek_v3/train_configs/debug_model.toml, which its wheel lacks, what is no default.
+DEBUG_MODEL = """
+optimizer = { lr = 8e-4 }
+lr_scheduler = { warmup_steps = 2, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0 }
+training = { dataset = "c4_test" }
+activation_checkpoint = { mode = "selective", selective_ac_option = "op" }
+quantize.linear.float8 = { filter_fqns = ["output", "router.gate"] }
+quantize.grouped_mm.float8 = { fqns = ["experts"] }
+model = { name = "deepseek_v3", flavor = "tiny" }
+"""
 FLEX = attention.FlexAttentionWrapper
 DEBUG = Debug
 create_attention_mask = attention.create_attention_mask
+
+
+def training(data: Path, folder: Path) -> list[str]:
+    """Arguments of a job of torchtitan's own, without FP8."""
+    (folder / "debug_model.toml").write_text(DEBUG_MODEL)
+    return f"""
+        --job.config_file={folder}/debug_model.toml {CUSTOM_MODULE} --job.dump_folder={folder}
+        --model.hf_assets_path={data}/tokenizer --training.dataset_path={data}/data --checkpoint.no_last_save_model_only
+        --validation.dataset=c4_test --validation.dataset_path={data}/data --validation.seq_len=64
+    """.split()
+
+
+def fp8_flags(**settings: Any) -> list[str]:
+    values = [f"--fp8_flow_moe.{name}" + ("" if value is True else f"={value}") for name, value in settings.items()]
+    return ["--model.converters=fp8_flow_moe", *values]
 
 
 def set_all(job: Any, settings: dict[str, Any]) -> Any:

@@ -137,14 +137,6 @@ def test_hardware_is_checked_where_something_is_converted(monkeypatch: pytest.Mo
     convert(bf16, make_model(bf16))
 
 
-def test_the_log_says_how_tokens_travel(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    for dispatch, used in (("auto", "all-to-all"), ("symmetric", "symmetric memory")):
-        config = make_config(f"--fp8_flow_moe.dispatch={dispatch}")
-        convert(config, make_model(config), make_dims(dp_shard=2, ep=2))
-        assert f"dispatch over {used}" in caplog.text
-
-
 def test_caches_are_cleared_by_any_container_of_optimizers():
     """torchtitan calls the converter after each step, whatever class the optimizers are of."""
     linear, x = Fp8FlowLinear(128, 128, config=Fp8FlowMoEConfig(cache_weights=True)), torch.randn(2, 128)

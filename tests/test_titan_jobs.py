@@ -1,20 +1,24 @@
 """Jobs of torchtitan, of the release that is installed: what is refused, what is converted, what a CPU needs."""
 
 import importlib
+import json
 import os
+import re
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.testing import assert_close
 from torchtitan.distributed import utils
 
+from tests.distributed.conftest import case_dir  # noqa: F401  a fixture
 from tests.layer import refused
 from tests.patched import assert_listed_and_undone, snapshot, undone
-from tests.processes import call, run_script
+from tests.processes import call, ended_well, run_script, run_workers
 from titan_fp8moe import record_routing, replay_routing
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.nn.modules import Fp8FlowLinear
@@ -144,6 +148,8 @@ def test_experts_leave_fsdp_where_it_has_no_work(ranks: int, settings: dict, ins
 # Releases, ranks, settings of the job and of fp8_flow_moe, the reason why some stay in bf16, and which.
 PLANS: list[tuple] = [
     ("", 1, {}, {}, "", ()),
+    ("", 2, EP2, {}, "", ()),
+    ("", 2, EP2, SYMMETRIC, "", ()),
     ("", 1, {}, {"filter_fqns": ["layers.1.", "layers.2.moe.shared_experts"], **WO}, "fp8_flow_moe.filter_fqns",
      ("layers.1.moe", "layers.1.moe.shared_experts", "layers.2.moe.shared_experts")),
     ("0.2", 1, FLOAT8_LINEARS, {}, "quantize.linear", ("shared_experts", "feed_forward")),
@@ -153,7 +159,8 @@ PLANS: list[tuple] = [
 
 @pytest.mark.parametrize(("ranks", "settings", "fp8", "reason", "stay"), of_this_release(PLANS))
 def test_what_is_converted(ranks: int, settings: dict, fp8: dict, reason: str, stay: tuple[str, ...]):
-    """Parameters and buffers stay what they were; the log counts what is in FP8, and says why the rest is not."""
+    """Parameters and buffers stay what they were. The log counts what is in FP8, and says why the rest is not, and how
+    tokens travel."""
     before = {name: (t.shape, t.dtype) for name, t in jobs.plain_model().state_dict().items()}
     job = jobs.make_job(settings, **fp8)
     model = jobs.start(job, ranks)
@@ -169,6 +176,8 @@ def test_what_is_converted(ranks: int, settings: dict, fp8: dict, reason: str, s
     counts = [sum(name.endswith(kind) for name in want) for kind in (*kinds, "attention.wo")]
     first, *others = plan.announced
     assert first.startswith("{} MoE layers, {} shared experts, {} dense FFNs, {} linears in FP8; ".format(*counts))
+    way = "symmetric memory" if "dispatch" in fp8 else "all-to-all"
+    assert (f"; dispatch over {way}" in first) == any("expert" in setting for setting in settings)
     assert "reference on the CPU" in first and first.endswith(job.fp8_flow_moe.describe())
     assert job.fp8_flow_moe.describe() in repr(model) and bool(others) == bool(stay)
     assert all(name.endswith(stay) for line in others for name in line.split(": ")[1].split(", "))
@@ -219,6 +228,8 @@ MISTAKES: list[tuple] = [  # releases, arguments of a dry run, what its error be
     ("", [*jobs.DRY_RUN, "--parallelism.expert_parallel_degree=3"], "layers.1.moe: 8 experts do not divide over 3"),
     ("0.2", [*jobs.DRY_RUN, "--model.flavor=tinny"], "model.flavor = 'tinny'"),
     ("0.2", [*jobs.DRY_RUN, "--model.converters=a"], "KeyError: 'a'"),
+    ("0.2", [*jobs.DRY_RUN, "--model.converters=quantize.grouped_mm.float8,fp8_flow_moe"],  # which asks for a GPU
+     "fp8_flow_moe and quantize.grouped_mm.float8 convert the same experts; keep one of them"),
     ("0.2", ["none.toml"], "[Errno 2] No such file or directory: 'none.toml'"),
     ("0.3", [*jobs.DRY_RUN, "--training.global_batch_size=7"], "global batch size must be multiple of local"),
     ("0.3", ["--config=no_such"], "Config function 'no_such' not found in titan_fp8moe.torchtitan03.config_registry"),
@@ -233,6 +244,83 @@ def test_a_dry_run_ends_with_the_mistake_alone(arguments: list[str], said: str):
     run = run_script("-m", f"{jobs.ADAPTER}.dry_run", *arguments)
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith(f"error: {said}"), run.stderr
     assert "Traceback" not in run.stderr or arguments == ["none.toml"]  # which torchtitan logs
+
+
+# --- training through torchtitan's command line ---------------------------------------------------------------------
+
+VALIDATION = [f"--{jobs.VALIDATION}.{option}" for option in ("enable", "freq=2", "steps=1")]
+DONE = "for other ranks to complete"  # what rank 0 says at the end
+
+
+def train(data: Path, folder: Path, steps: int, *flags: str, ep: int = 2) -> str:
+    """The first rank's log."""
+    folder.mkdir(exist_ok=True)
+    options = f"""
+        --training.steps={steps} --training.seq_len=64 --training.local_batch_size=2 --debug.seed=1
+        --parallelism.expert_parallel_degree={ep} --metrics.log_freq=1 --metrics.disable_color_printing
+        --checkpoint.enable --checkpoint.interval=2
+    """
+    command = *jobs.training(data, folder), *options.split(), *flags
+    run = run_workers("-m", 2, "torchtitan.train", *command, cpu_only=True)
+    log = run.stdout + run.stderr
+    assert ended_well(run) and DONE in run.stdout, log[-6000:]
+    return log[: log.index(DONE)]
+
+
+def logged(log: str, kind: str = "step", what: str = "loss") -> list[float]:
+    return [float(value) for value in re.findall(rf"INFO - {kind}: +\d+ .*{what}: +(\S+)", log)]
+
+
+@pytest.fixture(scope="module")
+def trained(case_dir: Path) -> tuple[Path, list[float]]:  # noqa: F811
+    """A folder with FP8's checkpoints after step 2, and after step 4 as it is and in Hugging Face's format; losses."""
+    folder, fp8 = case_dir / "fp8", jobs.fp8_flags(save_h="fp8")
+    log = train(case_dir, folder, 4, *fp8, *VALIDATION)
+    assert f"{jobs.CONVERTED} in FP8" in log and "save_h=fp8" in log
+    loss, validation = logged(log), logged(log, "validate step")
+    assert len(loss) == 4 and loss[-1] < loss[0] - 2 and validation[-1] < validation[0] - 2
+    saved = folder / "checkpoint"
+    (saved / "step-4").rename(saved / "whole")
+    in_hf = "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"
+    assert logged(train(case_dir, folder, 4, *fp8, *in_hf)) == loss[2:], "it does not go on bit for bit"
+    return saved, loss
+
+
+def test_hugging_faces_format(case_dir: Path, tmp_path: Path, trained):  # noqa: F811
+    (saved, loss), first_losses = trained, []
+    for name, more in (("whole", []), ("step-4", ["--checkpoint.initial_load_in_hf"])):
+        flags = f"--checkpoint.initial_load_path={saved / name}", *more, *jobs.fp8_flags()
+        first_losses += logged(train(case_dir, tmp_path / name, 1, *flags))
+    assert first_losses[0] == first_losses[1] < loss[-1]
+
+
+def test_bf16_and_fp8_go_on_with_each_others_checkpoints(case_dir: Path, tmp_path: Path, trained):  # noqa: F811
+    """Over other ranks too. A filter of all layers leaves bf16's digits."""
+    (saved, loss), folder = trained, tmp_path / "bf16"
+    resume = f"--checkpoint.initial_load_path={saved}/step-2", "--checkpoint.no_initial_load_model_only"
+    bf16 = train(case_dir, folder, 6, *resume, ep=1)
+    assert logged(bf16)[:2] == pytest.approx(loss[2:], rel=5e-3)
+    off = train(case_dir, tmp_path / "off", 4, *resume, *jobs.fp8_flags(filter_fqns=jobs.ALL_LAYERS), ep=1)
+    assert "0 MoE layers, 0 shared experts, 0 dense FFNs, 0 linears in FP8" in off
+    assert all(logged(off, what=what) == logged(bf16, what=what)[:2] for what in ("loss", "grad_norm"))
+    shutil.rmtree(folder / "checkpoint/step-6")
+    gathered = train(case_dir, folder, 6, *jobs.fp8_flags(fp8_all_gather=True), ep=1)
+    assert logged(gathered) == pytest.approx(logged(bf16)[2:], rel=2e-2)
+
+
+@pytest.mark.skipif(RELEASE < "0.3", reason="tests/test_export_fp8.py has this release's")
+def test_export(tmp_path: Path, trained):
+    def export(*args: str | Path) -> str:
+        done = run_script("-m", "titan_fp8moe.export_fp8", *args)
+        return done.stdout + done.stderr
+
+    (saved, _), out = trained, tmp_path / "fp8"
+    assert "let it save with checkpoint.last_save_in_hf" in export(saved / "step-2", out)
+    said = export(saved / "step-2", out, "--config", "train_configs/debug.toml")
+    assert said.splitlines()[-1].startswith("error: titan_fp8moe.torchtitan is for torchtitan 0.2.2")
+    (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=2, hidden_size=256, n_routed_experts=8)))
+    said = export(saved / "step-4", out, "--assets", tmp_path, "--quantized-from", "bf16", "--verify")
+    assert "24 matrices in FP8 from bf16" in said and "are the checkpoint's, bit for bit" in said, said
 
 
 # --- training on a CPU ------------------------------------------------------------------------------------------------
@@ -270,21 +358,15 @@ def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="replaced on machines without a GPU")
-def test_deterministic_jobs_keep_the_dense_attention(monkeypatch: pytest.MonkeyPatch):
+def test_deterministic_jobs_keep_the_dense_attention():
     """torchtitan compiles flex attention anew for them, which has no backward on the CPU."""
+    assert call(_keeps_dense_attention)
+
+
+def _keeps_dense_attention() -> bool:
     dense = jobs.FLEX._compiled_flex_attn
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", called := Mock())
-    for owner, name in (
-        *((torch.backends.cudnn, name) for name in ("deterministic", "benchmark")),
-        (torch.utils.deterministic, "fill_uninitialized_memory"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    for name in ("max_autotune", "coordinate_descent_tuning"):
-        monkeypatch.setitem(getattr(jobs.FLEX, "inductor_configs", {}), name, True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     utils.set_determinism(SimpleNamespace(world_size=1), torch.device("cpu"), jobs.DEBUG(deterministic=True), [])
-    called.assert_called_with(True, warn_only=False)
-    assert jobs.FLEX._compiled_flex_attn is dense
+    return torch.are_deterministic_algorithms_enabled() and jobs.FLEX._compiled_flex_attn is dense
 
 
 # --- routing replay ---------------------------------------------------------------------------------------------------

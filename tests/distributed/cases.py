@@ -1,7 +1,5 @@
-"""The parallel layouts that tests/distributed checks against one process, and the runs of tests/test_checkpoint.py, as
-torchtitan command-line overrides."""
+"""The parallel layouts that tests/distributed checks against one process, as torchtitan command-line overrides."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 GLOBAL_BATCH, SEQ_LEN, STEPS = 8, 64, 2
@@ -166,74 +164,3 @@ AUTO = {
     # Halves of a backward; the step that runs again has NaN.
     "pp2_ep2_nan": Auto(4, _parallel(4, pp=2, ep=2, **LONG, **INTERLEAVED_ZB | ONE_BY_ONE), (0, 0, 1, 1), (4,), nan=4),
 }
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-COMMON = [
-    *BASE,
-    f"--training.seq_len={SHORT}",
-    "--optimizer.lr=4e-3",
-    "--lr_scheduler.total_steps=100",  # runs that stop early are on the same schedule
-    "--metrics.log_freq=1",
-    "--checkpoint.enable",
-    "--checkpoint.interval=2",
-]
-FP8 = ["--model.converters=fp8_flow_moe"]
-KEEP_ALL = ["--checkpoint.no_last_save_model_only"]  # the last checkpoint, too, can be resumed
-TO_HF = ["--checkpoint.last_save_in_hf"]
-FROM_HF = ["--checkpoint.initial_load_in_hf"]
-
-
-def steps(n: int) -> list[str]:
-    return [f"--training.steps={n}"]
-
-
-def model_of(path: str) -> list[str]:
-    return [f"--checkpoint.initial_load_path={{out}}/{path}"]
-
-
-def resume(path: str) -> list[str]:
-    return [*model_of(path), "--checkpoint.no_initial_load_model_only"]
-
-
-def expert_parallel(ranks: int) -> list[str]:
-    return [f"--parallelism.expert_parallel_degree={ranks}", f"--training.local_batch_size={GLOBAL_BATCH // ranks}"]
-
-
-EP2, EP4 = expert_parallel(2) + FP8, expert_parallel(4) + FP8
-FSDP2 = [f"--training.local_batch_size={GLOBAL_BATCH // 2}", *FP8]
-# Another data-parallel degree cannot continue the dataloader's position.
-ANY_RANKS = ["--checkpoint.exclude_from_loading=dataloader"]
-
-CHECKPOINTS_ONE = {
-    "bf16": [*steps(6), *KEEP_ALL],
-    "fp8_from_bf16": [*steps(4), *KEEP_ALL, *FP8, *resume("bf16/checkpoint/step-2")],
-    "bf16_from_fp8": [*steps(6), *resume("fp8_from_bf16/checkpoint/step-4")],
-    "bf16_to_hf": [*steps(4), *TO_HF, *resume("bf16/checkpoint/step-2")],
-    "fp8_to_hf": [*steps(4), *TO_HF, *FP8, *resume("bf16/checkpoint/step-2")],
-    "fp8_from_hf": [*steps(1), *FP8, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-4")],
-    "bf16_from_hf": [*steps(1), *FROM_HF, *model_of("fp8_to_hf/checkpoint/step-4")],
-}
-CHECKPOINTS_TWO = {
-    "ep2": [*steps(4), *EP2, *TO_HF],
-    "ep2_from_hf": [*steps(1), *EP2, *FROM_HF, *model_of("bf16_to_hf/checkpoint/step-4")],
-    "fsdp2_fp8_gather": [
-        *steps(4),
-        *KEEP_ALL,
-        *FSDP2,
-        "--fp8_flow_moe.fp8_all_gather",
-        *resume("bf16/checkpoint/step-2"),
-        *ANY_RANKS,
-    ],
-}
-CHECKPOINTS_FOUR = {"ep4_from_ep2": [*steps(4), *EP4, *resume("ep2/checkpoint/step-2"), *ANY_RANKS]}
-RUNS = CHECKPOINTS_ONE | CHECKPOINTS_TWO | CHECKPOINTS_FOUR
-
-
-def arguments(run: str, out: Path) -> list[str]:
-    """torchtitan's command line for a run; ``out`` has the tokenizer and the data."""
-    own = [arg.format(out=out) for arg in RUNS[run]]
-    # A run's own local batch size replaces this one; with one rank it is the global batch.
-    batch = [f"--training.local_batch_size={GLOBAL_BATCH}"]
-    data = ["--training.dataset=c4_test", f"--training.dataset_path={out}/data"]
-    return [*COMMON, *batch, f"--job.dump_folder={out}/{run}", f"--model.hf_assets_path={out}/tokenizer", *data, *own]

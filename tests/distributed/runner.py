@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.processes import time_limit
 from titan_fp8moe import ops, recipe
@@ -108,6 +108,23 @@ def gathered_dtypes(parts: list[nn.Module]) -> set[str]:
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]
     found = [p for group in groups if group for p in group.fsdp_params if id(p.sharded_param) in experts]
     return {str(p.all_gather_outputs[0].dtype) for p in found}
+
+
+def load(parts: list[nn.Module], seed: Path) -> dict[str, nn.Parameter]:
+    """A model's parameters, which get the values of the first model that asked for the file. By hand, since
+    torch.distributed.checkpoint does not know names that hooks split. Adapters are random: B too, so that A has a
+    gradient."""
+    parameters = {plain_name(name): p for part in parts for name, p in part.named_parameters()}
+    if not seed.exists():
+        torch.save({name: whole(p).detach().clone() for name, p in parameters.items()}, seed)
+    state = torch.load(seed, mmap=True)
+    with torch.no_grad():
+        for i, (name, p) in enumerate(parameters.items()):
+            draws = "lora_" in name
+            full = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) if draws else state[name]
+            placed = isinstance(p, DTensor)
+            p.copy_(distribute_tensor(full, p.device_mesh, p.placements, src_data_rank=None) if placed else full)
+    return parameters
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ single-process run writes. OUT_DIR has the tokenizer and the data.
 """
 
 import contextlib
-import itertools
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torchtitan.models import gpt_oss
@@ -34,15 +32,15 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
-from tests.distributed.cases import AUTO, BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS, Auto, arguments
+from tests.distributed.cases import AUTO, BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS, Auto
 from tests.distributed.runner import (
     batches,
     buffers,
     gather,
     gather_list,
     gathered_dtypes,
+    load,
     recording,
-    whole,
     wrong_fp8_tensors,
 )
 from titan_fp8moe.dispatch import auto
@@ -124,11 +122,6 @@ def infer_from_zeros() -> None:
     PipelineStage._to_tensor = zeros
 
 
-def buffers_to(device: torch.device, model: nn.Module) -> None:
-    for module in model.modules():
-        module._buffers |= {name: b if b is None else b.to(device) for name, b in module._buffers.items()}
-
-
 def prepare() -> None:
     """Stand-ins for what this version of torchtitan, or a CPU, does not have."""
     infer_from_zeros()
@@ -147,16 +140,7 @@ def run_layout(case: str, out: Path) -> dict:
     counters.clear()
     torch._functorch.config.activation_memory_budget = 1.0  # torchtitan changes it for the process
     with closed(RecordingTrainer, out, CASES[case]) as trainer:
-        seed = out / f"seed_{trainer.job_config.model.flavor}.pt"
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        if not seed.exists():
-            torch.save(get_model_state_dict(trainer.model_parts[0], options=options), seed)
-        state = torch.load(seed, mmap=True)
-        for part in trainer.model_parts:
-            # One device is all that full state dicts go to; with CPU offload only the buffers are on the GPU.
-            buffers_to(next(part.parameters()).device, part)
-            set_model_state_dict(part, dict(state), options=options)
-            buffers_to(trainer.device, part)
+        load(trainer.model_parts, out / f"seed_{trainer.job_config.model.flavor}.pt")
         result = trainer.record()
         if case in FP8_TENSORS:
             adapter = trainer.train_spec.state_dict_adapter(trainer.model_args, None)
@@ -258,50 +242,6 @@ def run_auto(case: str, out: Path) -> dict:
     first = rooms.index(1.0)
     assert graphs[first] == ("compiled" in case), graphs  # both layers share it
     return {}
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-class CheckpointTrainer(RecordingTrainer):
-    """Keeps losses, and the state before the first step and after the last."""
-
-    def __init__(self, job_config):
-        super().__init__(job_config)
-        self.losses, self.loaded = {}, None
-        self.metrics_processor.log = lambda step, loss, *args, **kwargs: self.losses.update({step: float(loss)})
-
-    def batch_generator(self, data_iterable):
-        """Two fixed global batches over and over; every run sees the same one in the same step."""
-        micro = self.gradient_accumulation_steps
-        two = list(itertools.islice(super().batch_generator(data_iterable), 2 * micro))
-        return itertools.islice(itertools.cycle(two), self.step % 2 * micro, None)
-
-    def train_step(self, data_iterator):
-        if self.loaded is None:
-            self.loaded = self.full_state(with_optimizer=self.step > 1)
-        super().train_step(data_iterator)
-
-    def full_state(self, with_optimizer: bool) -> dict[str, torch.Tensor]:
-        """Whole tensors by their names in a checkpoint; collective."""
-        states = self.checkpointer.states
-        state = dict(states["model"].state_dict())
-        if with_optimizer:
-            state |= {f"optimizer.{k}": v for k, v in states["optimizer"].state_dict().items() if torch.is_tensor(v)}
-        return {k: whole(v).detach().clone() for k, v in state.items()}
-
-
-def run_checkpoints(name: str, out: Path) -> dict:
-    """From one checkpoint to another, with OUT_DIR/<name> as its dump folder: the loss of each step, and the full state
-    before the first and after the last one."""
-    # The trainer ends with a pause in which the other ranks may finish.
-    torchtitan.train.time.sleep = lambda seconds: None
-    trainer = CheckpointTrainer(torchtitan.train.ConfigManager().parse_args(arguments(name, out)))
-    try:
-        trainer.train()
-        return {"losses": trainer.losses, "loaded": trainer.loaded, "saved": trainer.full_state(with_optimizer=True)}
-    finally:
-        trainer.close()
 
 
 prepare()

@@ -58,8 +58,7 @@ SINGLE = LOSSES | {
     "single_flag": Case(way="flag"),
     "single_converter": Case(way="converter"),
     "single_lora": Case(way="lora"),
-    "single_own_trainer": Case({"statistics_every": 2}, steps=3, way="own trainer"),
-    "single_fault_tolerant": Case(way="fault tolerant"),
+    "single_statistics_fault_tolerant": Case({"statistics_every": 2}, steps=3, way="fault tolerant"),
     "single_graph_trainer": Case(way="graph trainer"),
 }
 OTHERS = "qwen3", "gpt_oss", "qwen3_5", "kimi_k2_7", "mtp"

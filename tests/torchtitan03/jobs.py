@@ -1,6 +1,8 @@
 """Jobs of torchtitan 0.3 for tests, by each of the ways to convert their models. See ``tests/jobs.py``."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,9 +31,24 @@ FLAG = f"{ADAPTER}.fp8_flow_moe"
 CONFIG = ["--module", ADAPTER, "--config", "deepseek_v3_debugmodel"]
 VALIDATION = "validator"
 DRY_RUN = [f"--config={CONFIG[3]}", "--training.disable_cuda_graphs"]
+CONVERTED = "1 MoE layers, 1 shared experts, 1 dense FFNs, 0 linears"
+ALL_LAYERS = ["layers"]
 FLEX = attention.FlexAttention
 create_attention_mask = attention.create_attention_mask
 DOORS = "section", "flag", "converter"
+
+
+def training(data: Path, folder: Path) -> list[str]:
+    return f"""
+        --module=tests.torchtitan03.small --config=deepseek_v3_16b --dump_folder={folder}
+        --compile.backend=aot_eager --training.disable_cuda_graphs --hf_assets_path={data}/tokenizer
+        --dataloader.dataset=c4_test --dataloader.dataset_path={data}/data
+        --validator.dataloader.dataset=c4_test --validator.dataloader.dataset_path={data}/data
+    """.split()
+
+
+def fp8_flags(**settings: Any) -> list[str]:
+    return ["--override.imports", f"{FLAG}={json.dumps(settings)}"]
 
 
 def set_all(job: Any, settings: dict[str, Any]) -> Any:
@@ -80,10 +97,9 @@ def plain_model() -> nn.Module:
     return build(deepseek_v3_debugmodel())
 
 
-def start(job: Any, ranks: int = 1, dim: int = 256, hidden_dim: int = 256) -> nn.Module:
-    for moe in moes(job):
-        experts = moe.routed_experts.inner_experts
-        experts.dim, experts.hidden_dim = dim, hidden_dim
+def start(job: Any, ranks: int = 1, **dims: int) -> nn.Module:
+    for moe in moes(job) if dims else ():
+        set_all(moe.routed_experts.inner_experts, dims)
     return build(convert(job, ranks))
 
 

@@ -34,7 +34,7 @@ from torchtitan.trainer import Trainer
 
 from experiments.reference import make_layer
 from tests.layer import refused
-from tests.torchtitan03.jobs import CONFIG, DOORS, FLAG, build, convert, make_job, moes, set_all
+from tests.torchtitan03.jobs import CONFIG, DOORS, FLAG, build, convert, make_job, moes, set_all, start
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
@@ -56,7 +56,6 @@ from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
 from titan_fp8moe.trainer import plan
 
 EP2, TP2, PP2 = ({f"parallelism.{kind}_parallel_degree": 2} for kind in ("expert", "tensor", "pipeline"))
-GRAPHS, GRAPHS_OFF = ({"training.disable_cuda_graphs": off} for off in (False, True))
 ALL = "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears"
 
 
@@ -66,12 +65,19 @@ def left() -> dict[str, str]:
     return {name: why for names_, why in found for name in names_.split(", ")}
 
 
-def start(job: Any, ranks: int = 1) -> nn.Module:
-    return build(convert(job, ranks))
-
-
 def claims(job: Any) -> list[Any]:
     return [config for _, config, *_ in job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)]
+
+
+def vendors(kind: type) -> type:
+    """A class of another package, with a setting of its own."""
+
+    class Vendors(kind):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(kind.Config):
+            mine: int = 7
+
+    return Vendors
 
 
 # --- ways to convert --------------------------------------------------------------------------------------------------
@@ -129,22 +135,9 @@ def test_a_claimed_config_can_be_copied(how: Any):
     assert start(job).layers["1"].moe.routed_experts.config == Fp8FlowMoEConfig(save_h="fp8") and not left()
 
 
-class Own(Trainer):
-    """A user's trainer with a setting of its own."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        mine: int = 7
-
-
-class OwnFp8(Fp8FlowTrainer):
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(Fp8FlowTrainer.Config):
-        mine: int = 7
-
-
 def test_own_trainers_keep_their_settings():
     """A config with the section stays open to other settings; another one is converted at once."""
+    OwnFp8, Own = vendors(Fp8FlowTrainer), vendors(Trainer)
     config = derive(deepseek_v3_debugmodel(), OwnFp8.Config, mine=42)
     for fp8 in (Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1."], linear_fqns=["attention.wo."]), None):
         config = with_fp8_flow(config, fp8)
@@ -157,15 +150,17 @@ def test_own_trainers_keep_their_settings():
 
 def test_a_claimed_model_in_another_config():
     """torchtitan's function for the graph trainer copies the fields, claims among them."""
-    start(set_all(to_graph_trainer_config(make_job(door="converter"), graph_model_registry), GRAPHS_OFF))
+    start(
+        set_all(
+            to_graph_trainer_config(make_job(door="converter"), graph_model_registry),
+            {"training.disable_cuda_graphs": True},
+        )
+    )
     assert plan.announced[0].startswith(ALL)
 
 
 def test_whatever_cannot_attach_says_so(caplog):
-    class Metrics(MetricsProcessor):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(MetricsProcessor.Config):
-            pass
+    Metrics = vendors(MetricsProcessor)
 
     @dataclasses.dataclass
     class Inference:
@@ -189,13 +184,8 @@ def test_whatever_cannot_attach_says_so(caplog):
 def register_vendors(name: str, kind: type, fqns: list[str] | None = None) -> None:
     """The override ``vendor_NAME``: a class of another package in the place of ``kind``."""
 
-    class Vendors(kind):
-        @dataclasses.dataclass(kw_only=True, slots=True)
-        class Config(kind.Config):
-            pass
-
     def replace(config: Any) -> Any:
-        return derive(config, Vendors.Config)
+        return derive(config, vendors(kind).Config)
 
     replace.__name__ = f"vendor_{name}"
     override(target=kind.Config, fqns=fqns)(replace)
@@ -248,19 +238,13 @@ def test_an_override_after_the_conversion_is_an_error(name: str | None, part: st
 
 
 def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
-    """FP8 would multiply by the weight, whatever else the linear does."""
-    start(overridden(make_job(door="converter"), "linear"))
+    """FP8 would multiply by the weight, whatever else the linear does. The experts of its layer are in FP8."""
+    model = start(overridden(make_job(door="converter"), "linear"))
     assert left().keys() == {"layers.0.feed_forward", "layers.3.moe.shared_experts"}
-    assert "Vendors" in left()["layers.3.moe.shared_experts"]
-
-
-def test_fused_swiglu():
-    """The converter leaves fused FFNs and shared experts in bf16 beside FP8 experts."""
-    fused = "torchtitan.overrides.fused_swiglu.fused_swiglu"
-    layer = start(overridden(make_job(door="converter"), fused)).layers["1"].moe
+    assert "Vendors" in left()["layers.3.moe.shared_experts"] and not model.layers["3"].moe.fp8_shared
+    model = start(overridden(make_job(door="converter"), "torchtitan.overrides.fused_swiglu.fused_swiglu"))
     assert {*left().values()} == {"FusedSwiGLU of Linear, Linear, Linear"} and len(left()) == 6
-    assert type(layer) is Fp8FlowMoE and not layer.fp8_shared
-    assert type(layer.shared_experts).__name__ == "FusedSwiGLU" and isinstance(layer.shared_experts, FeedForward)
+    assert type(model.layers["1"].moe) is Fp8FlowMoE
 
 
 def test_attention_of_other_kinds():
@@ -303,13 +287,10 @@ def test_two_settings_are_refused():
         convert(make_job({"override.imports": [FLAG]}))
 
 
-class OwnPolicy(SelectiveAC):
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(SelectiveAC.Config):
-        pass
-
-    def get_save_ops(self) -> set:
-        return {torch.ops.aten.mm.default}
+def own_policy(job: Any) -> None:
+    policy = vendors(SelectiveAC)
+    policy.get_save_ops = lambda _: {torch.ops.aten.mm.default}
+    job.activation_checkpoint = policy.Config()
 
 
 def deep_ep(job: Any) -> None:
@@ -321,7 +302,7 @@ def deep_ep(job: Any) -> None:
 @pytest.mark.parametrize(
     "change, said",
     [
-        (lambda job: set_all(job, {"activation_checkpoint": OwnPolicy.Config()}), ["OwnPolicy recomputes the experts"]),
+        (own_policy, ["Vendors recomputes the experts"]),
         (deep_ep, ["layers.1.moe has a DeepEPTokenDispatcher; leave it in bf16", "backend"]),
         (lambda job: job.model_spec.model.layers.__delitem__(slice(1, None)), ["the model has no MoE layer; choose"]),
     ],
@@ -347,31 +328,33 @@ def test_ffns_under_tensor_parallelism():
     assert not any("shared" in name for name in job.metrics.watched)
 
 
-def test_cuda_graphs_need_dispatch_without_host_syncs(monkeypatch):
+IN_ALL = dict(dispatch="symmetric", filter_fqns=["shared_experts"])
+SYNCS, NOT_OURS = ["CUDA graphs exclude", "disable_cuda_graphs = true"], ["Unsupported token dispatcher: AllToAll"]
+CUDA_GRAPHS: list[tuple] = [  # the way to convert, settings of the job and of fp8_flow_moe, what is said first and then
+    ("section", {}, {}, [], []),
+    ("section", EP2, {}, [], SYNCS),
+    ("section", EP2, IN_ALL, [], []),
+    ("section", EP2, IN_ALL | {"filter_fqns": ["layers.1."]}, [], NOT_OURS),
+    ("section", PP2, {}, [], ["do not support pipeline parallelism yet"]),
+    ("flag", EP2, IN_ALL, NOT_OURS, []),  # torchtitan checks before it looks for overrides
+    ("converter", EP2, {}, [], SYNCS),
+    ("converter", EP2, IN_ALL, [], []),
+]
+
+
+@pytest.mark.parametrize("room", ["", "1.25"])  # auto went over to symmetric memory in a job before
+@pytest.mark.parametrize(("door", "settings", "fp8", "parsing", "converting"), CUDA_GRAPHS)
+def test_cuda_graphs_need_dispatch_without_host_syncs(monkeypatch, room, door, settings, fp8, parsing, converting):
     """torchtitan refuses them for bf16 layers, and the job's checks for converted ones. Its check passes until layers
     are converted, since these have none of its dispatchers."""
-    convert(make_job(GRAPHS))
-    assert not left()
-    for room in ("", "1.25"):  # auto went over to symmetric memory in a job before
-        monkeypatch.setattr(auto._state, "room", room)
-        with refused("CUDA graphs exclude", "disable_cuda_graphs = true", "symmetric"):
-            convert(make_job(EP2 | GRAPHS), 2)
-    job = make_job(EP2 | GRAPHS, dispatch="symmetric", filter_fqns=["shared_experts"])
-    job._validate_cuda_graphs()  # as torchtitan does when it parses
-    convert(job, 2)
-    assert len(left()) == 5
-    job._validate_cuda_graphs()  # again, of the converted model
-    with refused("Unsupported token dispatcher: AllToAllTokenDispatcher"):
-        convert(make_job(EP2 | GRAPHS, dispatch="symmetric", filter_fqns=["layers.1."]), 2)
-    with refused("do not support pipeline parallelism yet"):
-        convert(make_job(PP2 | GRAPHS), 2)
-    with refused("Unsupported token dispatcher"):  # before torchtitan looks for overrides
-        make_job(EP2 | GRAPHS, door="flag", dispatch="symmetric")._validate_cuda_graphs()
-    for dispatch, said in (("auto", ["CUDA graphs exclude"]), ("symmetric", [])):
-        job = make_job(EP2 | GRAPHS, door="converter", dispatch=dispatch)
+    monkeypatch.setattr(auto._state, "room", room)
+    job = make_job(settings | {"training.disable_cuda_graphs": False}, door=door, **fp8)
+    with refused(*parsing):
         job._validate_cuda_graphs()
-        with refused(*said):
-            convert(job, 2)
+    if not parsing:
+        with refused(*converting):
+            convert(job, 2 if settings else 1)
+            job._validate_cuda_graphs()
 
 
 def test_torchft_needs_fsdp():

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
@@ -43,6 +42,7 @@ from tests.distributed.runner import (
     buffers,
     gather,
     gathered_dtypes,
+    load,
     recording,
     run_all,
     whole,
@@ -150,20 +150,6 @@ def make_config(case: Case, out: Path, dump: str) -> torchtitan.trainer.Trainer.
     return config if case.fp8 is None else CONVERTED[case.way](config, case.fp8)
 
 
-class OwnTrainer(torchtitan.trainer.Trainer):
-    """A user's, with a field and a step of its own."""
-
-    @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(torchtitan.trainer.Trainer.Config):
-        mine: int = 7
-
-    own_steps = 0
-
-    def train_step(self, data_iterator):
-        self.own_steps += self.config.mine
-        super().train_step(data_iterator)
-
-
 def by_registry(config: torchtitan.trainer.Trainer.Config, fp8: dict, *others) -> torchtitan.trainer.Trainer.Config:
     """torchtitan's own way: a list of converters."""
     spec = llama3_registry if config.model_spec.name == "llama3" else model_registry
@@ -196,7 +182,6 @@ CONVERTED = {
     "section": lambda config, fp8: with_fp8_flow(config, Fp8FlowMoEConfig(**fp8)),
     "converter": by_registry,
     "lora": lambda config, fp8: by_registry(config, fp8, LoRAConverter.Config(rank=4, target_modules=LORA)),
-    "own trainer": lambda config, fp8: by_registry(derive(config, OwnTrainer.Config, mine=42), fp8),
     "fault tolerant": of_fault_tolerant_trainer,
     "graph trainer": of_graph_trainer,
 }
@@ -212,12 +197,6 @@ def data_of(trainer: torchtitan.trainer.Trainer):
         if config.model_spec.name == "qwen3_5":
             batch["special_tokens"] = dict.fromkeys(("image_id", "video_id"), VOCAB)  # none
         yield batch, labels
-
-
-def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
@@ -246,16 +225,7 @@ def run(name: str, out: Path) -> dict:
     budget = torch._functorch.config.patch(activation_memory_budget=1.0)  # torchtitan changes it for the process
     with calm, budget, patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
         trainer = make_config(case, out, dump).build()
-        seed = out / f"seed_{case.model}.pt"
-        parameters = {plain_name(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
-        if not seed.exists():
-            torch.save({name: whole(p).detach().clone() for name, p in parameters.items()}, seed)
-        state = torch.load(seed, mmap=True)
-        with torch.no_grad():  # by hand: torch.distributed.checkpoint does not know names that hooks split
-            for key, p in parameters.items():
-                if "lora_" in key:  # B too, so that A has a gradient
-                    state[key] = 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(state)))
-                p.copy_(shard(state[key], p))
+        parameters = load(trainer.model_parts, out / f"seed_{case.model}.pt")
         logged: dict[str, list[int]] = {}
         warnings: list[str] = []
         if name == "single_nan":
@@ -278,7 +248,7 @@ def run(name: str, out: Path) -> dict:
             result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
             result["graphs"] = counters["stats"]["unique_graphs"]
             result["gathered"] = gathered_dtypes(trainer.model_parts)
-            result["trainer"] = type(trainer).__name__, getattr(trainer, "own_steps", None)
+            result["trainer"] = type(trainer).__name__
             result["trained"] = [key for key, p in parameters.items() if p.requires_grad]
             last = "layers.2.moe.routed_experts.inner_experts.w2_EDF"
             result["weights"] = gather({key: whole(p).detach().clone() for key, p in parameters.items() if key == last})
