@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from experiments.reference import relative_error
 from tests.distributed.runner import Place
 from tests.processes import run_workers
 
@@ -70,6 +71,30 @@ class WorkerResults:
         result = torch.load(path)
         assert "error" not in result, result["error"]
         return result
+
+    def assert_gradients(self, case: str, reference: str, tolerance: float) -> dict[str, float]:
+        """The relative errors of the first step's gradients, by parameters, which are below a tolerance."""
+        got, want = self.get(case)["grads"], self.get(reference, beside=case)["grads"]
+        assert got.keys() == want.keys()
+        errors = {name: relative_error(grad, want[name]) for name, grad in got.items()}
+        assert max(errors.values()) < tolerance, sorted(errors.items(), key=lambda item: -item[1])[:3]
+        return errors
+
+    def assert_same_step(self, case: str, reference: str, tolerance: float) -> None:
+        """Gradients up to a tolerance, and how the bias of each router has moved."""
+        self.assert_gradients(case, reference, tolerance)
+        biases, expected = self.get(case)["expert_bias"], self.get(reference, beside=case)["expert_bias"]
+        assert biases.keys() == expected.keys()
+        for name, bias in biases.items():
+            moves = "mtp_layers" not in name  # which torchtitan does not balance
+            assert torch.equal(bias, expected[name]) and (bias.abs().max() > 0) == moves, name
+
+    def assert_gathered_in_fp8(self, case: str, whole: str) -> None:
+        """Weights with the bits of those quantized when whole, since FSDP's compute dtype here is the parameters'."""
+        got, want = self.get(case), self.get(whole)
+        assert got["gathered"] == {"torch.uint8"} and want["gathered"] == {"torch.float32"}
+        assert got["losses"] == want["losses"]
+        assert all(torch.equal(got["grads"][name], grad) for name, grad in want["grads"].items())
 
     def _run(self, num_ranks: int, names: list[str], out: Path, cpu_only: bool) -> None:
         fruitless = 0

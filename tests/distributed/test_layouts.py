@@ -6,9 +6,7 @@ a fraction of a percent. A missing or doubled reduction is off by 30% and more.
 """
 
 import pytest
-import torch
 
-from experiments.reference import relative_error
 from tests.distributed import cases
 from tests.distributed.conftest import WorkerResults
 
@@ -32,28 +30,16 @@ def results(case_dir) -> WorkerResults:
 def test_layout_equals_one_process(results, case):
     variants = "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
     variant = next((v for v in variants if case.endswith(v)), None)
-    reference = results.get(f"single_{variant}" if variant else "single", beside=case)
-    result = results.get(case)
-
-    assert result["grads"].keys() == reference["grads"].keys()
-    errors = {name: relative_error(g, reference["grads"][name]) for name, g in result["grads"].items()}
-    tolerance = TOLERANCES.get(variant, TOLERANCE)
-    assert max(errors.values()) < tolerance, sorted(errors.items(), key=lambda item: -item[1])[:5]
-
-    first_loss = pytest.approx(reference["losses"][0], rel=FIRST_LOSS.get(variant, 1e-5))
-    assert result["losses"][0] == first_loss
-    assert result["losses"] == pytest.approx(reference["losses"], rel=1e-3)
-
-    assert result["expert_bias"].keys() == reference["expert_bias"].keys()
-    for name, bias in result["expert_bias"].items():
-        torch.testing.assert_close(bias, reference["expert_bias"][name], rtol=0, atol=0)
-        assert bias.abs().max() > 0, f"{name} did not move"
-
+    reference = f"single_{variant}" if variant else "single"
+    results.assert_same_step(case, reference, TOLERANCES.get(variant, TOLERANCE))
+    got, want = results.get(case), results.get(reference, beside=case)
+    assert got["losses"][0] == pytest.approx(want["losses"][0], rel=FIRST_LOSS.get(variant, 1e-5))
+    assert got["losses"] == pytest.approx(want["losses"], rel=1e-3)
     if variant == "llama3":  # has no router
         return
     # Every token once; twice with checkpointing, for which torchtitan divides by two.
-    expected = max(reference["counted"].values()) * (2 if "ac" in case.split("_") else 1)
-    assert set(result["counted"].values()) == {expected}
+    expected = max(want["counted"].values()) * (2 if "ac" in case.split("_") else 1)
+    assert set(got["counted"].values()) == {expected}
 
 
 COMPILED = [case for case in cases.CASES if "compile" in case or "memory_budget" in case]
@@ -69,14 +55,8 @@ def test_blocks_of_a_kind_share_one_graph(results, case):
 
 
 @pytest.mark.parametrize("case", ["ep2_fsdp2", "ep2_fsdp2_op_ac"])
-def test_weights_gathered_in_fp8_are_those_quantized_when_whole(results, case):
-    """Bit for bit, since FSDP's compute dtype here is the parameters'."""
-    gathered = case.replace("fsdp2", "fsdp2_fp8_gather")
-    want, got = results.get(case), results.get(gathered)
-    assert got["losses"] == want["losses"]
-    for name, grad in want["grads"].items():
-        assert torch.equal(got["grads"][name], grad), name
-    assert got["gathered"] == {"torch.uint8"} and want["gathered"] == {"torch.float32"}
+def test_fsdp_gathers_in_fp8(results, case):
+    results.assert_gathered_in_fp8(case.replace("fsdp2", "fsdp2_fp8_gather"), case)
 
 
 @pytest.mark.parametrize("case", cases.FP8_TENSORS)
@@ -87,8 +67,6 @@ def test_fp8_tensors_are_those_of_an_export(results, case):
 
 def test_gradients_are_those_of_the_unquantized_model(results):
     """One process in FP8-Flow against one in fp32: fp8 noise on the MoE layers, little elsewhere."""
-    reference, result = results.get("single_fp32"), results.get("single")
-    errors = {name: relative_error(g, reference["grads"][name]) for name, g in result["grads"].items()}
-    assert max(errors.values()) < 0.12, sorted(errors.items(), key=lambda item: -item[1])[:5]
+    errors = results.assert_gradients("single", "single_fp32", 0.12)
     experts = [error for name, error in errors.items() if ".experts.w" in name]
     assert len(experts) == 6 and min(experts) > 1e-3, "the experts were not quantized"

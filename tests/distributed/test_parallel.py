@@ -189,12 +189,15 @@ def test_gradients():
 
 @on_ranks(2, 4, rows={"2": 2.0, "1": 1.0, "inf": float("inf")})
 def test_clipping(norm_type: float):
-    group = dist.group.WORLD
-    model, alone = with_gradients(group), with_gradients()
-    got = clip_grad_norm_(model.parameters(), 1e-3, norm_type)
-    want = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3, norm_type)
+    """Of experts, and of plain parameters, also in another dtype, in which torch adds their squares."""
+    models = with_gradients(dist.group.WORLD), with_gradients()
+    for model in models:
+        model.other = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+        model.other.grad = torch.full_like(model.other, 1e-3)
+    got = clip_grad_norm_(iter([*models[0].parameters()]), 1e-3, norm_type)
+    want = nn.utils.clip_grad_norm_(models[1].parameters(), 1e-3, norm_type)
     assert type(got) is Tensor and relative_error(got, want) < 2e-3 and len({*map(float, gather_list(got))}) == 1
-    assert relative_error(model.experts.w2.grad.full_tensor(), alone.experts.w2.grad) < 5e-3
+    assert_gradients(*models, 5e-3, 5)
 
 
 @on_ranks(2, 4)

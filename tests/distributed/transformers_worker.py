@@ -1,7 +1,7 @@
 """A Transformers model in FP8 on two processes against the same model in one: FSDP2, and their expert parallelism.
 
     torchrun --nproc_per_node 2 transformers_worker.py FOLDER           # also its FP8 tensors
-    torchrun --nproc_per_node 2 transformers_worker.py FOLDER replay    # with experts drawn at random; torchtitan's too
+    torchrun --nproc_per_node 2 transformers_worker.py FOLDER replay    # with experts drawn at random
     torchrun --nproc_per_node 2 transformers_worker.py FOLDER peft      # PEFT's adapters under DDP and FSDP2
 
 Where each rank has a batch of its own, the reference averages the gradients of both. Sums in another order may move a
@@ -19,15 +19,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
 from experiments.reference import relative_error
 from tests.distributed import runner
-from titan_fp8moe import Fp8FlowMoEConfig, replay_routing
+from titan_fp8moe import replay_routing
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.transformers import converted, register
 
@@ -129,38 +127,6 @@ def replay(make: Callable, batches: list[Tensor], device: str) -> None:
     sharded.gradient_checkpointing_enable(dict(use_reentrant=False))
     shard(sharded.train(), sharded.model.layers, device)
     check_model("replay under FSDP2 with checkpointing", gradients(sharded, *arguments), want)
-    replay_in_torchtitan(device)
-
-
-def replay_in_torchtitan(device: str) -> None:
-    """Each rank has its own tokens, and half of the experts."""
-    from torchtitan.models.moe.moe import MoE, MoEArgs
-
-    import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
-    from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
-
-    D, results = CONFIG["hidden_size"], []
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    torch.manual_seed(1 + dist.get_rank())
-    x, dout = (torch.randn(2, 40 + 8 * dist.get_rank(), D).to(device) for _ in range(2))
-    routed = choose(*x.shape[:-1], 1)
-    for spread in (False, True):
-        torch.manual_seed(0)
-        args = MoEArgs(num_experts=CONFIG["num_experts"], top_k=CONFIG["num_experts_per_tok"])
-        layer = MoE(args, dim=D, hidden_dim=128)
-        with torch.no_grad():
-            layer.init_weights(0.05, torch.device("cpu"))
-        Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
-        layer = layer.to(device)
-        if spread:
-            for name, weight in layer.experts.named_parameters():
-                setattr(layer.experts, name, nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)])))
-            layer.experts.set_meshes(mesh, None)
-        with replay_routing(layer, routed):
-            out = layer(x)
-            (grad,) = torch.autograd.grad(out, layer.router.gate.weight, dout)
-        results.append({"out": out.detach(), "router": grad, "counted": layer.tokens_per_expert})
-    check("replay under torchtitan's expert parallelism", results[1], results[0])
 
 
 def adapters(make: Callable, batches: list[Tensor], device: str) -> None:
