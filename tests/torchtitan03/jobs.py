@@ -13,8 +13,9 @@ from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import attention
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.deepseek_v3 import model_registry
-from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_16b, deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.gpt_oss.moe import swiglu  # noqa: F401
 from torchtitan.trainer import Trainer
@@ -38,10 +39,19 @@ create_attention_mask = attention.create_attention_mask
 DOORS = "section", "flag", "converter"
 
 
+def two_layers() -> Trainer.Config:
+    """torchtitan's own config of the 16B model with two layers of its debug model."""
+    job, spec = deepseek_v3_16b(), model_registry("debugmodel", attn_backend="flex")
+    del spec.model.layers[2:]
+    job.checkpoint.last_save_model_only = False  # so that a run can go on
+    job.model_spec, job.loss.loss_fn.global_vocab_size = spec, decoder_vocab_size(spec)
+    return job
+
+
 def training(data: Path, folder: Path) -> list[str]:
     return f"""
-        --module=tests.torchtitan03.small --config=deepseek_v3_16b --dump_folder={folder}
-        --compile.backend=aot_eager --training.disable_cuda_graphs --hf_assets_path={data}/tokenizer
+        --module={__name__} --config=two_layers --dump_folder={folder} --hf_assets_path={data}/tokenizer
+        --compile.backend=aot_eager --training.disable_cuda_graphs
         --dataloader.dataset=c4_test --dataloader.dataset_path={data}/data
         --validator.dataloader.dataset=c4_test --validator.dataloader.dataset_path={data}/data
     """.split()
