@@ -74,6 +74,7 @@ def convert(config: JobConfig, model: nn.Module, dims: ParallelDims | None = Non
 # --- what both releases have ------------------------------------------------------------------------------------------
 
 ADAPTER = "titan_fp8moe.torchtitan"
+DOORS = ("converter",)
 VALIDATION = "validation"
 DRY_RUN = ["train_configs/debug.toml"]
 CONVERTED = "2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears"
@@ -119,8 +120,8 @@ def parse(*flags: str) -> JobConfig:
     return ConfigManager().parse_args(["--job.config_file=train_configs/debug.toml", *flags])
 
 
-def make_job(settings: dict[str, Any] | None = None, **fp8: Any) -> JobConfig:
-    """A job of a debug model. ``settings`` by their paths, ``fp8`` of the section fp8_flow_moe."""
+def make_job(settings: dict[str, Any] | None = None, door: str = DOORS[0], **fp8: Any) -> JobConfig:
+    """A job of a debug model. ``settings`` by their paths, ``fp8`` of fp8_flow_moe; ``door``: how it is converted."""
     return set_all(
         make_config(), {"training.seq_len": 2048, **(settings or {}), "fp8_flow_moe": Fp8FlowMoEConfig(**fp8)}
     )

@@ -21,6 +21,7 @@ from tests.patched import assert_listed_and_undone, snapshot, undone
 from tests.processes import call, ended_well, run_script, run_workers
 from titan_fp8moe import record_routing, replay_routing
 from titan_fp8moe.activations import ACTIVATIONS
+from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.trainer import cpu, plan, preflight
 from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts
@@ -157,13 +158,13 @@ PLANS: list[tuple] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("door", jobs.DOORS)
 @pytest.mark.parametrize(("ranks", "settings", "fp8", "reason", "stay"), of_this_release(PLANS))
-def test_what_is_converted(ranks: int, settings: dict, fp8: dict, reason: str, stay: tuple[str, ...]):
+def test_what_is_converted(door: str, ranks: int, settings: dict, fp8: dict, reason: str, stay: tuple[str, ...]):
     """Parameters and buffers stay what they were. The log counts what is in FP8, and says why the rest is not, and how
     tokens travel."""
     before = {name: (t.shape, t.dtype) for name, t in jobs.plain_model().state_dict().items()}
-    job = jobs.make_job(settings, **fp8)
-    model = jobs.start(job, ranks)
+    model = jobs.start(jobs.make_job(settings, door=door, **fp8), ranks)
     assert {name: (t.shape, t.dtype) for name, t in model.state_dict().items()} == before
     modules = dict(model.named_modules())
     kinds = "moe", "shared_experts", "feed_forward"
@@ -178,8 +179,9 @@ def test_what_is_converted(ranks: int, settings: dict, fp8: dict, reason: str, s
     assert first.startswith("{} MoE layers, {} shared experts, {} dense FFNs, {} linears in FP8; ".format(*counts))
     way = "symmetric memory" if "dispatch" in fp8 else "all-to-all"
     assert (f"; dispatch over {way}" in first) == any("expert" in setting for setting in settings)
-    assert "reference on the CPU" in first and first.endswith(job.fp8_flow_moe.describe())
-    assert job.fp8_flow_moe.describe() in repr(model) and bool(others) == bool(stay)
+    described = Fp8FlowMoEConfig(**fp8).describe()
+    assert "reference on the CPU" in first and first.endswith(described)
+    assert described in repr(model) and bool(others) == bool(stay)
     assert all(name.endswith(stay) for line in others for name in line.split(": ")[1].split(", "))
     assert all(reason in line for line in others)
 

@@ -46,7 +46,6 @@ from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.torchtitan03.modules import (
     Fp8FlowDispatcher,
-    Fp8FlowFeedForward,
     Fp8FlowGroupedExperts,
     Fp8FlowLinear03,
     Fp8FlowMoE,
@@ -102,20 +101,13 @@ def test_the_configs_of_other_models(name: str, layers: int):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_ways_to_convert(door: str):
-    """All convert the same, keep the experts' results, and serve one trainer, whose job decides how. A copy made before
-    serves another."""
-    job = make_job(door=door, filter_fqns=["layers.1.", "layers.2.moe.shared_experts"], linear_fqns=["attention.wo."])
+    """All serve one trainer, whose job decides how. A copy made before serves another."""
+    job = make_job(door=door)
     another, override_config = copy.deepcopy(job), job.override
-    model = start(job)
-    assert plan.announced[0].startswith("4 MoE layers, 3 shared experts, 1 dense FFNs, 6 linears in FP8")
-    model.verify_module_protocol()
-    kinds = {name: type(module) for name, module in model.named_modules()}
-    assert kinds["layers.0.feed_forward"] is kinds["layers.3.moe.shared_experts"] is Fp8FlowFeedForward
-    assert kinds["layers.2.moe"] is Fp8FlowMoE and kinds["layers.0.attention.wo"] is Fp8FlowLinear03
-    assert kinds["layers.1.moe"] is MoE and [model.layers[i].moe.fp8_shared for i in "23"] == [False, True]
+    start(job).verify_module_protocol()
     assert {*SAVED_OPS, torch.ops.aten.topk.default} <= job.activation_checkpoint.build(dump_folder="").get_save_ops()
     job.override = override_config  # which a Fp8FlowTrainer leaves as it is
-    with refused("converts torchtitan's MoE, but layers.2.moe has a Fp8FlowMoE"):
+    with refused("converts torchtitan's MoE, but layers.1.moe has a Fp8FlowMoE"):
         start(job)
     convert(another)
 
