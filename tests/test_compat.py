@@ -89,11 +89,7 @@ def test_compiled_modules_are_called_eagerly_for_a_while():
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (100, 100)])
 def test_the_recompile_limit_is_raised_and_never_lowered(before: int, after: int):
-    config = torch._dynamo.config
-    with undone():
-        was, config.recompile_limit = config.recompile_limit, before
+    with undone(), torch._dynamo.config.patch(recompile_limit=before):
         compat.raise_recompile_limit()
-        found = config.recompile_limit
+        assert torch._dynamo.config.recompile_limit == after
         patches.undo_all()
-        config.recompile_limit = was
-    assert found == after

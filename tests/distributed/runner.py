@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -144,12 +145,9 @@ def recording(trainer: Any, train: ModuleType, scale: float = 1.0) -> Iterator[d
         norms.append(float(whole(norm := clip(*args, **kwargs))))
         return norm
 
-    train.dist_utils.clip_grad_norm_ = clip_and_record
     trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
-    try:
+    with mock.patch.object(train.dist_utils, "clip_grad_norm_", clip_and_record):
         yield found
-    finally:
-        train.dist_utils.clip_grad_norm_ = clip
     # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
     found["losses"] = max(gather_list(losses), key=lambda values: values[0])
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -220,23 +221,14 @@ def test_inference() -> None:
 @on_ranks(*CPU_AND_GPU, rows=BOTH)
 def test_gradients_of_tokens_return_if_any_rank_needs_them(dispatch: str) -> None:
     """In the second all-to-all of a backward. Symmetric memory always has them."""
-    layer, transfer, calls = over(SMALL, dispatch), ops.start_all_to_all, []
+    layer = over(SMALL, dispatch)
     want = ours(layer, mine())
-
-    def counted(*args):
-        calls.append(None)
-        return transfer(*args)
-
-    ops.start_all_to_all = counted
-    try:
-        for ranks, transfers in (([], 5), ([0], 5), (range(dist.get_world_size()), 4)):
-            frozen = ("x", "scores") if dist.get_rank() in ranks else ()
+    for ranks, transfers in (([], 5), ([0], 5), (range(dist.get_world_size()), 4)):
+        frozen = ("x", "scores") if dist.get_rank() in ranks else ()
+        with mock.patch.object(ops, "start_all_to_all", side_effect=ops.start_all_to_all) as transfer:
             got = ours(layer._replace(frozen=frozen), mine())
-            assert_bits(got, {name: t for name, t in want.items() if name not in frozen})
-            assert dispatch == "symmetric" or len(calls) == transfers
-            calls.clear()
-    finally:
-        ops.start_all_to_all = transfer
+        assert_bits(got, {name: t for name, t in want.items() if name not in frozen})
+        assert dispatch == "symmetric" or transfer.call_count == transfers
 
 
 @on_ranks(2, ONE_GPU)
@@ -303,18 +295,15 @@ def test_ranks_that_disagree(change: dict) -> None:
 @on_ranks(2)
 def test_too_many_rows_for_one_rank() -> None:
     """All ranks get the error, and no collective is left half done."""
-    limit, row = base.MAX_ROWS, Row(SMALL, "one_expert")
-    try:
-        base.MAX_ROWS = 512
-        ours(over(SMALL, "all_to_all"), mine(row))
-        base.MAX_ROWS = 384
-        with refused("rank 1 of the expert-parallel group has 420 rows for its 4 experts"):
-            ours(over(SMALL, "all_to_all"), mine(row))
-        base.MAX_ROWS, row = 256, Row(SMALL._replace(experts=2, top_k=1), uneven=(300, 0))
-        with refused("rank 0 of the expert-parallel group has ", " and dispatches 300 tokens"):
+    all_to_one = Row(SMALL, "one_expert")
+    few_experts = Row(SMALL._replace(experts=2, top_k=1), uneven=(300, 0))
+    for limit, row, said in (
+        (512, all_to_one, []),
+        (384, all_to_one, ["rank 1 of the expert-parallel group has 420 rows for its 4 experts"]),
+        (256, few_experts, ["rank 0 of the expert-parallel group has ", " and dispatches 300 tokens"]),
+    ):
+        with mock.patch.object(base, "MAX_ROWS", limit), refused(*said):
             ours(over(row.layer, "all_to_all"), mine(row))
-    finally:
-        base.MAX_ROWS = limit
     direct()
 
 
@@ -376,12 +365,8 @@ def test_ranks_go_on_after_an_error_that_met_all(place: tuple) -> None:
             raise Broken
         return whole(*args, **kwargs)
 
-    setattr(owner, name, broken)
-    try:
-        with pytest.raises(Broken):
-            symmetric()
-    finally:
-        setattr(owner, name, whole)
+    with mock.patch.object(owner, name, broken), pytest.raises(Broken):
+        symmetric()
     assert_bits(symmetric(), want)
 
 
