@@ -1,19 +1,15 @@
 """Every TOML file in train_configs loads, validates and builds its parallel layout without its machines."""
 
-import io
 import re
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
 from torchtitan.config import ConfigManager
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
-from tests.processes import call
+from tests.processes import run_script
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan.dry_run import _load, main, smallest_world_size
+from titan_fp8moe.torchtitan.dry_run import _load, smallest_world_size
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -30,22 +26,12 @@ EXPECTED = {
 }
 
 
-def dry_run(*arguments: str | Path, path: str = "") -> str:
-    """Output of the dry run. It needs its own process: torchtitan and the fake process group are global state."""
-    return call(_dry_run, path, *map(str, arguments))
-
-
-def _dry_run(path: str, *arguments: str) -> str:
-    sys.path.insert(0, path)
-    sys.argv = ["dry_run", *arguments]
-    with redirect_stdout(io.StringIO()) as output:
-        try:
-            main()
-        except SystemExit as end:  # most files name a tokenizer that is not here
-            if not str(end).startswith("error: training would fail here: "):
-                raise
-            print(end)
-    return output.getvalue()
+def dry_run(*arguments: str | Path, before: str = "") -> str:
+    """Output of the dry run, and what training would lack here: most files name a tokenizer that is not."""
+    program = f"{before}\nfrom titan_fp8moe.torchtitan.dry_run import main\nmain()"
+    done = run_script("-c", program, *arguments)
+    assert done.returncode == 0 or "error: training would fail here: " in done.stderr, done.stderr
+    return done.stdout + (done.stderr.splitlines()[-1] if done.returncode else "")
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -102,7 +88,7 @@ def test_own_flavor_of_the_how_to_builds(tmp_path: Path):
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "kimi_k2.toml").write_text(text)
-    output = dry_run(tmp_path / "kimi_k2.toml", "--rank=100", path=str(tmp_path))
+    output = dry_run(tmp_path / "kimi_k2.toml", "--rank=100", before=f"import sys\nsys.path.insert(0, '{tmp_path}')")
     assert "deepseek_v3 Kimi-K2, 1,026" in output
     assert "w1 (384, 2048, 7168), on this rank (12, 2048, 7168)" in output
 
@@ -133,16 +119,17 @@ def test_a_missing_config_module_is_named(tmp_path: Path, table: bool):
         _load(str(tmp_path / "job.toml"), [])
 
 
+OLD_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda: "Ampere"
+torch.cuda.get_device_capability = lambda: (8, 0)
+"""
+
+
 def test_dry_run_ignores_the_hardware():
     """A machine with a GPU that the kernels do not support can still check a config."""
-    assert "Fp8FlowGroupedExperts" in call(_dry_run_beside_an_old_gpu)
-
-
-def _dry_run_beside_an_old_gpu() -> str:
-    torch.cuda.is_available = lambda: True
-    torch.cuda.get_device_name = lambda: "Ampere"
-    torch.cuda.get_device_capability = lambda: (8, 0)
-    return _dry_run("", "train_configs/debug.toml")
+    assert "Fp8FlowGroupedExperts" in dry_run("train_configs/debug.toml", before=OLD_GPU)
 
 
 def test_smallest_world_size():
