@@ -32,17 +32,8 @@ from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_paral
 from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
+from tests.distributed import runner
 from tests.distributed.cases import AUTO, BASE, CASES, FP8_TENSORS, GLOBAL_BATCH, STEPS, Auto
-from tests.distributed.runner import (
-    batches,
-    buffers,
-    gather,
-    gather_list,
-    gathered_dtypes,
-    load,
-    recording,
-    wrong_fp8_tensors,
-)
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan.cpu import _dense_attention
 
@@ -55,29 +46,29 @@ class RecordingTrainer(torchtitan.train.Trainer):
     def batch_generator(self, data_iterable):
         training = self.job_config.training
         sizes = GLOBAL_BATCH, training.seq_len, training.local_batch_size, VOCAB
-        for inputs, labels in batches(self.parallel_dims, *sizes):
+        for inputs, labels in runner.batches(self.parallel_dims, *sizes):
             yield {"input": inputs}, labels
 
     def counted(self) -> dict[str, float]:
         """What each rank's routers have counted, times the ranks that see other tokens."""
         mesh = self.parallel_dims.get_optional_mesh("loss")
         ranks = 1 if mesh is None else mesh.size()
-        counts = {n: float(b.sum()) * ranks for n, b in buffers(self.model_parts, "tokens_per_expert").items()}
-        return gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
+        counts = {n: float(b.sum()) * ranks for n, b in runner.buffers(self.model_parts, "tokens_per_expert").items()}
+        return runner.gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
 
     def record(self) -> dict:
         self.metrics_processor.should_log = lambda step: True
         # torchtitan leaves gradients as token sums under pipeline parallelism.
         tokens = GLOBAL_BATCH * self.job_config.training.seq_len
-        with recording(self, torchtitan.train, 1 / tokens if self.parallel_dims.pp_enabled else 1.0) as found:
+        with runner.recording(self, torchtitan.train, 1 / tokens if self.parallel_dims.pp_enabled else 1.0) as found:
             data = self.batch_generator(None)
             for self.step in range(1, STEPS + 1):
                 self.train_step(data)
                 if self.step == 1:  # later ones depend on how the optimizer rounds
-                    found["expert_bias"] = gather(buffers(self.model_parts, "expert_bias"))
+                    found["expert_bias"] = runner.gather(runner.buffers(self.model_parts, "expert_bias"))
         parts = [(i, block) for part in self.model_parts for i, block in part.layers.items()]
         return found | {
-            "gathered": gathered_dtypes(self.model_parts),
+            "gathered": runner.gathered_dtypes(self.model_parts),
             "graphs": counters["stats"]["unique_graphs"],
             "whole": [i for i, block in parts if isinstance(block, OptimizedModule)],
         }
@@ -140,11 +131,11 @@ def run_layout(case: str, out: Path) -> dict:
     counters.clear()
     torch._functorch.config.activation_memory_budget = 1.0  # torchtitan changes it for the process
     with closed(RecordingTrainer, out, CASES[case]) as trainer:
-        load(trainer.model_parts, out / f"seed_{trainer.job_config.model.flavor}.pt")
+        runner.load(trainer.model_parts, out / f"seed_{trainer.job_config.model.flavor}.pt")
         result = trainer.record()
         if case in FP8_TENSORS:
             adapter = trainer.train_spec.state_dict_adapter(trainer.model_args, None)
-            result["wrong fp8_tensors"] = wrong_fp8_tensors(trainer.model_parts[0], adapter)
+            result["wrong fp8_tensors"] = runner.wrong_fp8_tensors(trainer.model_parts[0], adapter)
         return result
 
 
@@ -197,7 +188,7 @@ class JumpingTrainer(RecordingTrainer):
             for bias in biases:
                 bias[: len(bias) // 2] += 100 * jumps
             rooms.append(auto.room())
-            assert len({*gather_list(rooms[-1])}) == 1, f"ranks disagree before step {self.step}"
+            assert len({*runner.gather_list(rooms[-1])}) == 1, f"ranks disagree before step {self.step}"
             auto._has_memory = lambda room: (self.step, rank) != row.short
             before = counters["stats"]["unique_graphs"]
             self.train_step(data)
@@ -224,7 +215,7 @@ def run_auto(case: str, out: Path) -> dict:
     assert tuple(rooms) == row.rooms, rooms
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert any(gather_list(bool(got[0].isnan().any()))) == bool(row.nan)
+    assert any(runner.gather_list(bool(got[0].isnan().any()))) == bool(row.nan)
     assert warn.call_count == 1 and "run again" in warn.call_args.args[0], warn.call_args_list
     first = rooms.index(1.0)
     assert graphs[first] == ("compiled" in case), graphs  # both layers share it

@@ -38,19 +38,12 @@ from tests.torchtitan03.jobs import CONFIG, DOORS, FLAG, build, convert, make_jo
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan03 import conversion, names, parallel
+from titan_fp8moe.torchtitan03 import conversion, modules, names, parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.cpu import _grouped_mm
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
-from titan_fp8moe.torchtitan03.modules import (
-    Fp8FlowDispatcher,
-    Fp8FlowGroupedExperts,
-    Fp8FlowLinear03,
-    Fp8FlowMoE,
-    Fp8FlowRoutedExperts,
-)
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
 from titan_fp8moe.trainer import plan
 
@@ -166,7 +159,8 @@ def test_whatever_cannot_attach_says_so(caplog):
     job = make_job(door="converter")
     job.model_spec.model.update_from_config(config=Inference())
     moe = build(job).layers["2"].moe
-    assert isinstance(moe, Fp8FlowMoE) and moe.routed_experts.inner_experts.placement.in_fsdp  # FSDP may have work
+    assert isinstance(moe, modules.Fp8FlowMoE)
+    assert moe.routed_experts.inner_experts.placement.in_fsdp  # FSDP may have work
     assert "Inference is not a Trainer.Config: off are the checks of the job" in caplog.text
 
 
@@ -236,7 +230,7 @@ def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
     assert "Vendors" in left()["layers.3.moe.shared_experts"] and not model.layers["3"].moe.fp8_shared
     model = start(overridden(make_job(door="converter"), "torchtitan.overrides.fused_swiglu.fused_swiglu"))
     assert {*left().values()} == {"FusedSwiGLU of Linear, Linear, Linear"} and len(left()) == 6
-    assert type(model.layers["1"].moe) is Fp8FlowMoE
+    assert type(model.layers["1"].moe) is modules.Fp8FlowMoE
 
 
 def test_attention_of_other_kinds():
@@ -247,9 +241,9 @@ def test_attention_of_other_kinds():
         layer.attention.inner_attention = VarlenAttention.Config()
     model = start(job)
     assert {type(layer.attention).__name__ for layer in model.layers.values()} == {"FusedMLAAttention"}
-    assert {type(layer.attention.wo) for layer in model.layers.values()} == {Fp8FlowLinear03}
+    assert {type(layer.attention.wo) for layer in model.layers.values()} == {modules.Fp8FlowLinear03}
     assert isinstance(model.layers["1"].attention.inner_attention, VarlenAttention)
-    assert isinstance(model.layers["1"].moe, Fp8FlowMoE)
+    assert isinstance(model.layers["1"].moe, modules.Fp8FlowMoE)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -373,8 +367,8 @@ def test_lora(door: str, converter: Any, experts: bool):
     prefix = "layers.2.moe.routed_experts.inner_experts.lora"
     assert of_experts == ({f"{prefix}_{f}.w{i}" for f in "ab" for i in (1, 2, 3)} if experts else set())
     attention = model.layers["2"].attention
-    assert isinstance(attention.wo, Fp8FlowLinear03) and attention.wo.lora_a.weight.shape[0] == 4
-    assert type(attention.wkv_b) is Fp8FlowLinear03 and not model.layers["2"].moe.fp8_shared
+    assert isinstance(attention.wo, modules.Fp8FlowLinear03) and attention.wo.lora_a.weight.shape[0] == 4
+    assert type(attention.wkv_b) is modules.Fp8FlowLinear03 and not model.layers["2"].moe.fp8_shared
     assert type(model.layers["0"].feed_forward) is FeedForward
     assert {*left().values()} == {"FeedForward of Linear, LoRALinear, Linear"}
     with pytest.raises(ValueError, match="Fp8FlowConverter.Config|must be applied before LoRAConverter"):
@@ -384,8 +378,9 @@ def test_lora(door: str, converter: Any, experts: bool):
 def test_adapters_run_beside_the_experts():
     """As :func:`titan_fp8moe.routed_experts` runs them, scaled by alpha / rank."""
     E, D, H, K = 4, 128, 256, 2
-    inner = Fp8FlowGroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E, lora_rank=4, lora_alpha=8)
-    layer = Fp8FlowRoutedExperts.Config(inner_experts=inner, token_dispatcher=Fp8FlowDispatcher.Config()).build()
+    inner = modules.Fp8FlowGroupedExperts.Config(dim=D, hidden_dim=H, num_experts=E, lora_rank=4, lora_alpha=8)
+    dispatcher = modules.Fp8FlowDispatcher.Config()
+    layer = modules.Fp8FlowRoutedExperts.Config(inner_experts=inner, token_dispatcher=dispatcher).build()
     experts = layer.inner_experts
     for param in layer.parameters():
         nn.init.normal_(param, std=0.1)

@@ -37,17 +37,7 @@ from torchtitan.models.llama3 import model_registry as llama3_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
-from tests.distributed.runner import (
-    batches,
-    buffers,
-    gather,
-    gathered_dtypes,
-    load,
-    recording,
-    run_all,
-    whole,
-    wrong_fp8_tensors,
-)
+from tests.distributed import runner
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
@@ -192,7 +182,7 @@ def data_of(trainer: torchtitan.trainer.Trainer):
     length, size = config.training.seq_len, config.training.local_batch_size
     if dims.pp_enabled:
         size = config.parallelism.pipeline_parallel_microbatch_size
-    for inputs, labels in batches(dims, GLOBAL_BATCH, length, size, VOCAB):
+    for inputs, labels in runner.batches(dims, GLOBAL_BATCH, length, size, VOCAB):
         batch = {"input": inputs, "positions": torch.arange(length).expand(inputs.shape[0], -1)}
         if config.model_spec.name == "qwen3_5":
             batch["special_tokens"] = dict.fromkeys(("image_id", "video_id"), VOCAB)  # none
@@ -201,7 +191,7 @@ def data_of(trainer: torchtitan.trainer.Trainer):
 
 def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
     fast = []
-    with recording(trainer, torchtitan.trainer) as found:
+    with runner.recording(trainer, torchtitan.trainer) as found:
         data = data_of(trainer)
         for trainer.step in range(1, steps + 1):
             fast.append(auto.is_fast())
@@ -209,7 +199,7 @@ def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
                 auto._state.room = "0.5"  # too little
             trainer.train_step(data)
             if trainer.step == 1:
-                found["expert_bias"] = gather(buffers(trainer.model_parts, "expert_bias_E"))
+                found["expert_bias"] = runner.gather(runner.buffers(trainer.model_parts, "expert_bias_E"))
     return found | {"fast": fast}
 
 
@@ -225,7 +215,7 @@ def run(name: str, out: Path) -> dict:
     budget = torch._functorch.config.patch(activation_memory_budget=1.0)  # torchtitan changes it for the process
     with calm, budget, patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
         trainer = make_config(case, out, dump).build()
-        parameters = load(trainer.model_parts, out / f"seed_{case.model}.pt")
+        parameters = runner.load(trainer.model_parts, out / f"seed_{case.model}.pt")
         logged: dict[str, list[int]] = {}
         warnings: list[str] = []
         if name == "single_nan":
@@ -244,14 +234,15 @@ def run(name: str, out: Path) -> dict:
             result["logged"] = logged
             if name in FP8_TENSORS:
                 spec, part = trainer.config.model_spec, trainer.model_parts[0]
-                result["wrong fp8_tensors"] = wrong_fp8_tensors(part, spec.state_dict_adapter(spec.model, None))
+                result["wrong fp8_tensors"] = runner.wrong_fp8_tensors(part, spec.state_dict_adapter(spec.model, None))
             result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
             result["graphs"] = counters["stats"]["unique_graphs"]
-            result["gathered"] = gathered_dtypes(trainer.model_parts)
+            result["gathered"] = runner.gathered_dtypes(trainer.model_parts)
             result["trainer"] = type(trainer).__name__
             result["trained"] = [key for key, p in parameters.items() if p.requires_grad]
             last = "layers.2.moe.routed_experts.inner_experts.w2_EDF"
-            result["weights"] = gather({key: whole(p).detach().clone() for key, p in parameters.items() if key == last})
+            weights = {key: runner.whole(p).detach().clone() for key, p in parameters.items() if key == last}
+            result["weights"] = runner.gather(weights)
             if case.steps > 1:
                 del result["grads"]  # nobody compares them, and they are large
             return result
@@ -266,4 +257,4 @@ def run(name: str, out: Path) -> dict:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     let_dist_muon_run_on_a_cpu()
-    run_all(run)
+    runner.run_all(run)
