@@ -5,7 +5,6 @@
 A case is an argument of the module's ``FUNCTION(case, out)``, or a row of one of its tests with :func:`on_ranks`.
 """
 
-import contextlib
 import faulthandler
 import functools
 import importlib
@@ -22,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -94,7 +94,7 @@ def gather(values: dict) -> dict:
     return {name: value for part in parts or () for name, value in part.items()}
 
 
-def buffers(parts: list[nn.Module], ending: str) -> dict[str, torch.Tensor]:
+def buffers(parts: list[nn.Module], ending: str | tuple[str, ...]) -> dict[str, torch.Tensor]:
     """A model's whole buffers with this ending of their names, as they are now; collective."""
     named = [(plain_name(name), b) for part in parts for name, b in part.named_buffers()]
     return {name: whole(b).cpu().clone() for name, b in named if name.endswith(ending)}
@@ -128,11 +128,17 @@ def load(parts: list[nn.Module], seed: Path) -> dict[str, nn.Parameter]:
     return parameters
 
 
-@contextlib.contextmanager
-def recording(trainer: Any, train: ModuleType, scale: float = 1.0) -> Iterator[dict[str, Any]]:
-    """The steps that a trainer of torchtitan takes meanwhile: "losses", "norms", and of the first step all "grads",
-    times ``scale``, and what routers have "counted". ``train`` is the trainer's module."""
-    clip, losses, norms = train.dist_utils.clip_grad_norm_, [], []
+def train(
+    trainer: Any, module: ModuleType, data: Iterator, steps: int, scale: float = 1.0, before: Callable = lambda: None
+) -> dict[str, Any]:
+    """Steps of a trainer of torchtitan: "losses", "norms", and of the first step all "grads", times ``scale``, what
+    routers have "counted", and the "expert_bias" after it; what FSDP has "gathered" and the number of "graphs".
+
+    Args:
+        module: the trainer's.
+        before: is called before each step.
+    """
+    clip, losses, norms = module.dist_utils.clip_grad_norm_, [], []
     found: dict[str, Any] = {"norms": norms}
 
     def clip_and_record(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -146,10 +152,15 @@ def recording(trainer: Any, train: ModuleType, scale: float = 1.0) -> Iterator[d
         return norm
 
     trainer.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
-    with mock.patch.object(train.dist_utils, "clip_grad_norm_", clip_and_record):
-        yield found
+    with mock.patch.object(module.dist_utils, "clip_grad_norm_", clip_and_record):
+        for trainer.step in range(1, steps + 1):
+            before()
+            trainer.train_step(data)
+            if trainer.step == 1:  # later ones depend on how the optimizer rounds
+                found["expert_bias"] = gather(buffers(trainer.model_parts, ("expert_bias", "expert_bias_E")))
     # Under pipeline parallelism only the last stage knows the loss; the others log negative values.
     found["losses"] = max(gather_list(losses), key=lambda values: values[0])
+    return found | {"gathered": gathered_dtypes(trainer.model_parts), "graphs": counters["stats"]["unique_graphs"]}
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

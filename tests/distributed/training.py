@@ -60,18 +60,10 @@ class RecordingTrainer(torchtitan.train.Trainer):
         self.metrics_processor.should_log = lambda step: True
         # torchtitan leaves gradients as token sums under pipeline parallelism.
         tokens = GLOBAL_BATCH * self.job_config.training.seq_len
-        with runner.recording(self, torchtitan.train, 1 / tokens if self.parallel_dims.pp_enabled else 1.0) as found:
-            data = self.batch_generator(None)
-            for self.step in range(1, STEPS + 1):
-                self.train_step(data)
-                if self.step == 1:  # later ones depend on how the optimizer rounds
-                    found["expert_bias"] = runner.gather(runner.buffers(self.model_parts, "expert_bias"))
+        scale = 1 / tokens if self.parallel_dims.pp_enabled else 1.0
+        found = runner.train(self, torchtitan.train, self.batch_generator(None), STEPS, scale)
         parts = [(i, block) for part in self.model_parts for i, block in part.layers.items()]
-        return found | {
-            "gathered": runner.gathered_dtypes(self.model_parts),
-            "graphs": counters["stats"]["unique_graphs"],
-            "whole": [i for i, block in parts if isinstance(block, OptimizedModule)],
-        }
+        return found | {"whole": [i for i, block in parts if isinstance(block, OptimizedModule)]}
 
 
 def gather_context(attentions: list[nn.Module], mesh: DeviceMesh, kind: str) -> None:

@@ -191,15 +191,13 @@ def data_of(trainer: torchtitan.trainer.Trainer):
 
 def train(trainer: torchtitan.trainer.Trainer, steps: int) -> dict:
     fast = []
-    with runner.recording(trainer, torchtitan.trainer) as found:
-        data = data_of(trainer)
-        for trainer.step in range(1, steps + 1):
-            fast.append(auto.is_fast())
-            if auto.is_fast() and trainer.step == 5:
-                auto._state.room = "0.5"  # too little
-            trainer.train_step(data)
-            if trainer.step == 1:
-                found["expert_bias"] = runner.gather(runner.buffers(trainer.model_parts, "expert_bias_E"))
+
+    def before() -> None:
+        fast.append(auto.is_fast())
+        if auto.is_fast() and trainer.step == 5:
+            auto._state.room = "0.5"  # too little
+
+    found = runner.train(trainer, torchtitan.trainer, data_of(trainer), steps, before=before)
     return found | {"fast": fast}
 
 
@@ -236,8 +234,6 @@ def run(name: str, out: Path) -> dict:
                 spec, part = trainer.config.model_spec, trainer.model_parts[0]
                 result["wrong fp8_tensors"] = runner.wrong_fp8_tensors(part, spec.state_dict_adapter(spec.model, None))
             result["keys"] = [plain_name(key) for part in trainer.model_parts for key in part.state_dict()]
-            result["graphs"] = counters["stats"]["unique_graphs"]
-            result["gathered"] = runner.gathered_dtypes(trainer.model_parts)
             result["trainer"] = type(trainer).__name__
             result["trained"] = [key for key, p in parameters.items() if p.requires_grad]
             last = "layers.2.moe.routed_experts.inner_experts.w2_EDF"
