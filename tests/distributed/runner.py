@@ -117,7 +117,7 @@ def load(parts: list[nn.Module], seed: Path) -> dict[str, nn.Parameter]:
     gradient."""
     parameters = {plain_name(name): p for part in parts for name, p in part.named_parameters()}
     if not seed.exists():
-        torch.save({name: whole(p).detach().clone() for name, p in parameters.items()}, seed)
+        torch.save({name: whole(p).detach().cpu().clone() for name, p in parameters.items()}, seed)
     state = torch.load(seed, mmap=True)
     with torch.no_grad():
         for i, (name, p) in enumerate(parameters.items()):
