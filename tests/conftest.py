@@ -10,7 +10,7 @@ from titan_fp8moe.kernels import warm_up
 begin, warm_up.begin = warm_up.begin, lambda *_: None  # a test compiles its kernels itself
 LONGEST = (
     *("tests/distributed/test_layouts", "tests/test_kernels_compile", "tests/test_transformers"),
-    *("tests/test_checkpoint", "tests/test_compiling", "tests/test_gemm_compile"),
+    *("tests/test_titan_jobs", "tests/test_compiling", "tests/test_gemm_compile"),
 )
 
 
