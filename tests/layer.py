@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
@@ -9,6 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from experiments import reference
@@ -131,6 +134,46 @@ class CastCounter(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
             self.stray_casts.append(func.name())
         return out
+
+
+class Lifetimes:
+    """Which tensors exist when GEMMs begin.
+
+    Attributes:
+        calls: for each GEMM, of each watched op which of its tensors exist.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gemms: Iterable[str], expected: list | None = None):
+        self.calls: list[list[list[bool]]] = []
+        self._refs: list[list[StorageWeakRef]] = []
+        self._patch, self._expected = monkeypatch, expected
+        for name in gemms:
+            monkeypatch.setattr(ops, name, functools.partial(self._begin, getattr(ops, name)))
+
+    def watch(self, name: str, argument: int | None = None) -> None:
+        """The op's argument at this position, or its first result."""
+        op, refs = getattr(ops, name), []
+        self._refs.append(refs)
+
+        def call(*args):
+            out = op(*args)
+            tensor = out[0] if argument is None else args[argument]
+            if not isinstance(tensor, FakeTensor):  # of a trace
+                refs.append(StorageWeakRef(tensor.untyped_storage()))
+            return out
+
+        self._patch.setattr(ops, name, call)
+
+    def _begin(self, gemm, *args):
+        deadline = time.monotonic() + 5
+        while True:  # gloo's thread may own what has arrived for some milliseconds more
+            alive = [[not ref.expired() for ref in refs] for refs in self._refs]
+            if self._expected is None or alive in self._expected[len(self.calls) :][:1] or time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        if not isinstance(args[0], FakeTensor):
+            self.calls.append(alive)
+        return gemm(*args)
 
 
 def gathered(weight: Tensor) -> torch.nn.Parameter:

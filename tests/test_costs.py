@@ -6,13 +6,11 @@ import functools
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, CastCounter, D, E, H, K, T, apply_layer, make_layer, saved_bytes
+from tests.layer import DEVICE, CastCounter, D, E, H, K, Lifetimes, T, apply_layer, make_layer, saved_bytes
 from tests.specs import SETTINGS
 from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm, ops, routed_experts
 from titan_fp8moe.kernels import launch
@@ -142,27 +140,9 @@ def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, gro
         save_h="fp8" if kind == "fp8 h" else "bf16",
         dispatch="symmetric" if kind == "travelling" else "auto",
     )
-    wgrad, alive = ops.grouped_mm_wgrad, []
-    read: dict[str, list] = dict(swiglu_quantize_backward=[], unpermute_gradients=[])
-
-    def watch(name, position):
-        op = getattr(ops, name)
-
-        def call(*args):
-            if not isinstance(args[position], FakeTensor):  # of a trace
-                read[name].append(StorageWeakRef(args[position].untyped_storage()))
-            return op(*args)
-
-        monkeypatch.setattr(ops, name, call)
-
-    def grouped_mm_wgrad(dy, *args):
-        if not isinstance(dy, FakeTensor):
-            alive.append([any(not ref.expired() for ref in refs) for refs in read.values()])
-        return wgrad(dy, *args)
-
-    watch("swiglu_quantize_backward", 1)
-    watch("unpermute_gradients", 0)
-    monkeypatch.setattr(ops, "grouped_mm_wgrad", grouped_mm_wgrad)
+    lifetimes = Lifetimes(monkeypatch, ["grouped_mm_wgrad"])
+    lifetimes.watch("swiglu_quantize_backward", 1)
+    lifetimes.watch("unpermute_gradients", 0)
 
     def layer(x):
         if kind == "ffn":
@@ -180,6 +160,7 @@ def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, gro
         hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
     with hooks:
         step(leaves[0]).sum().backward()
+    alive = [[any(refs) for refs in call] for call in lifetimes.calls]
     assert alive == [[how == "eagerly" and kind != "recomputed", False]] * (4 if shared else 2)
 
 

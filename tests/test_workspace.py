@@ -94,6 +94,17 @@ def test_a_step_waits_for_the_last_eager_layer(at):
         check_room()
 
 
+def test_results_of_a_transfer_are_not_filled(at):
+    """That would run on the layer's stream, after the transfer on another has begun to write them."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with at.beside():
+            assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("error", [False, True])
 def test_a_transfer_begins_after_what_is_before_it_and_ends_before_the_join(at, error):
     """Also where an error ends it: the memory that it reads is freed after the join."""
