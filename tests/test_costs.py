@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.layer import DEVICE, CastCounter, D, E, H, K, Lifetimes, T, apply_layer, make_layer, saved_bytes
 from tests.specs import SETTINGS
-from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm, ops, routed_experts
+from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm, routed_experts
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.run import Experts, run_layer

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE, refused
@@ -116,7 +115,7 @@ def test_export_with_any_number_of_tokens(kind: str, strict: bool):
     layer = Layer("routed", cache_weights=True) if kind == "cached" else Layer(kind)
     tokens = torch.export.Dim("tokens", min=0, max=4096)
     inputs = tuple(t.detach() for t in make_inputs())
-    with refused("lose the gradients", error=Exception):
+    with refused("lose the gradients", "PipelineStage takes modules", error=Exception):
         torch.export.export(layer, inputs, strict=strict)
     with torch.no_grad():
         program = torch.export.export(layer, inputs, dynamic_shapes=({0: tokens},) * 3, strict=strict).module()
@@ -143,26 +142,6 @@ def test_fake_tensors():
             assert x.grad.shape == x.shape == out.shape and layer.experts.cache.copies is None
         layer.experts.add_lora(rank=16, alpha=16)
         assert layer.experts.lora_A["w1"].shape == (E, 16, D)
-
-
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(D, E, device=DEVICE), RoutedExperts(E, D, D, device=DEVICE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores, ids = self.router(x).softmax(-1).topk(K)
-        return x + self.experts(x, ids, scores)
-
-
-def test_the_experts_of_a_pipeline():
-    model = nn.Sequential(Block(), Block())
-    with pytest.raises(RuntimeError) as raised:
-        pipeline(model, mb_args=(torch.randn(16, D, device=DEVICE),), split_spec={"1": SplitPoint.BEGINNING})
-    assert "PipelineStage takes modules" in str(raised.value.__cause__)
 
 
 # --- saved graphs -----------------------------------------------------------------------------------------------------

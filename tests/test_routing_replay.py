@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -167,15 +168,28 @@ def test_a_router_that_looks_experts_up_needs_no_replay():
 
 
 class Model(nn.Module):
-    """Experts of a plain PyTorch model."""
+    """Experts of a plain PyTorch model, with ``more`` modules, and ways to choose experts beside those of one topk."""
 
-    def __init__(self):
+    def __init__(self, chooses: str = "", **more: nn.Module):
         super().__init__()
         self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
+        self.chooses = chooses
+        for name, module in more.items():
+            self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores, ids = self.router(x).softmax(-1).topk(K)
-        return self.ffn(x, ids, scores)
+        scores = self.router(x).softmax(-1)
+        values, ids = scores.max(-1, keepdim=True) if self.chooses == "max" else scores.topk(K)
+        if self.chooses == "sorted":
+            ids, order = ids.sort()
+            values = values.gather(-1, order)
+        if self.chooses == "dropped":
+            ids = ids.masked_fill(values < values.mean(), -1)
+        if self.chooses == "before a topk of 2":
+            self.margin = scores.topk(2).values
+        if self.chooses in ("before noise", "max"):
+            self.margin = (scores + torch.rand_like(scores)).topk(K).values
+        return self.ffn(x, ids, values)
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -316,29 +330,18 @@ def test_routing_that_does_not_fit_is_refused(routed: Tensor, error: type[Except
     assert "forward" not in vars(block)
 
 
-class WithoutIds(nn.Module):
-    """Every expert for every token, weighted."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(D, E, bias=False), nn.Linear(E, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.experts(self.router(x))
-
-
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (WithoutIds, RuntimeError, "experts ran other experts"),
-        (lambda: nn.Linear(D, D), ValueError, "Linear has no RoutedExperts"),
-        (lambda: TwoRouters(False), ValueError, "ffn and second_ffn are chosen in one module's forward"),
-        (lambda: TwoRouters(True), ValueError, "ffn and second.ffn are chosen in one module's forward"),
+        (nn.Sequential(OrderedDict(experts=nn.Linear(D, D))), RuntimeError, "experts ran other experts"),  # without ids
+        (nn.Linear(D, D), ValueError, "Linear has no RoutedExperts"),
+        (Model(second_ffn=RoutedExperts(E, D, H)), ValueError, "ffn and second_ffn are chosen in one module's forward"),
+        (Model(second=Model()), ValueError, "ffn and second.ffn are chosen in one module's forward"),
     ],
 )
 def test_models_that_cannot_be_followed_are_refused(model, error: type[Exception], message: str):
     """Of two routers in one forward a record would hold the second one's choice twice."""
-    model, ids = model(), choose(S, 1, experts=E, top_k=K).to("cpu")
+    ids = choose(S, 1, experts=E, top_k=K).to("cpu")
     for context in (record_routing(model), replay_routing(model, ids)):
         with pytest.raises(error, match=message), context:
             model(torch.randn(S, D))
@@ -365,46 +368,10 @@ def test_experts_in_a_wrapper_are_one_layer():
     assert torch.equal(routing.routed_experts().long(), ids)
 
 
-class TwoRouters(nn.Module):
-    """Two layers of experts in one forward, of which one may be in a block of its own."""
-
-    def __init__(self, nested: bool):
-        super().__init__()
-        self.router, self.ffn = nn.Linear(D, E, bias=False), RoutedExperts(E, D, H)
-        self.second = Model()
-        if not nested:
-            self.second_router, self.second_ffn = self.second.router, self.second.ffn
-            del self.second
-
-    forward = Model.forward
-
-
-class Margin(Model):
-    """Reads the margin between the best experts by a topk of its own."""
-
-    def __init__(self, chooses: str):
-        super().__init__()
-        self.chooses = chooses
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x).softmax(-1)
-        values, ids = scores.max(-1, keepdim=True) if self.chooses == "max" else scores.topk(K)
-        if self.chooses == "sorted":
-            ids, order = ids.sort()
-            values = values.gather(-1, order)
-        if self.chooses == "dropped":
-            ids = ids.masked_fill(values < values.mean(), -1)
-        if self.chooses == "before a topk of 2":
-            self.margin = scores.topk(2).values
-        if self.chooses in ("before noise", "max"):
-            self.margin = (scores + torch.rand_like(scores)).topk(K).values
-        return self.ffn(x, ids, values)
-
-
 @pytest.mark.parametrize("chooses", ["before a topk of 2", "before noise", "max", "sorted", "dropped"])
 def test_a_topk_that_is_not_the_choice(chooses: str):
     """It is neither recorded nor replayed for the router's. Order and dropped tokens do not matter."""
-    model, x, ids = Margin(chooses), torch.randn(S, D), choose(S, 1, experts=E, top_k=K)
+    model, x, ids = Model(chooses), torch.randn(S, D), choose(S, 1, experts=E, top_k=K)
     refused = pytest.raises(RuntimeError, match="ffn ran other experts")
     with contextlib.nullcontext() if chooses in ("sorted", "dropped") else refused, record_routing(model) as routing:
         model(x)

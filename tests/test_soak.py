@@ -11,7 +11,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from experiments.reference import relative_error
 from tests.test_any_layer import Layer, Tensors, ours
@@ -42,20 +41,16 @@ def draw(seed: int, largest: int) -> tuple[Layer, int]:
     return layer._replace(tokens=tokens, dim=dim, hidden=hidden, experts=experts, top_k=top_k), other
 
 
-def step(layer: Layer, tensors: Tensors) -> dict[str, Tensor]:
-    return ours(layer, tensors)
-
-
 def check(layer: Layer, other_tokens: int) -> None:
     tensors = Tensors.of(layer, 0)
-    got, again = step(layer, tensors), step(layer, tensors)
+    got, again = ours(layer, tensors), ours(layer, tensors)
     assert all(torch.equal(got[name], again[name]) for name in got), "a repetition gave other bits"
     compiled = sum(len(kernel._compiled) for kernel in KERNELS)
-    step(layer, Tensors.of(layer._replace(tokens=other_tokens), 1))
+    ours(layer, Tensors.of(layer._replace(tokens=other_tokens), 1))
     assert sum(len(kernel._compiled) for kernel in KERNELS) == compiled, "another number of tokens compiled a kernel"
     ops.emulate(True)
     try:
-        want = step(layer, tensors)
+        want = ours(layer, tensors)
     finally:
         ops.emulate(False)
     limit = LIMIT_OF_FEW if int((tensors.ids >= 0).sum()) < FEW else LIMIT

@@ -236,14 +236,16 @@ def test_a_kernel_that_fails(tmp_path, monkeypatch, active_driver):
     assert built.exists() == hasattr(nvidia, "make_launcher")
 
 
-@pytest.mark.parametrize("how", [dict(), dict(rank="1"), dict(cpus=1), dict(hopper=False)], ids=str)
+@pytest.mark.parametrize("how", [dict(), dict(rank="1"), dict(cpus=1), dict(gpus=0)], ids=str)
 def test_who_begins(how, monkeypatch):
     """One rank of a node of Hopper GPUs, with CPUs to spare. Its process sees none, and takes itself for no rank."""
     begun: list[Any] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: begun.append((command, env)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(how.get("cpus", 2)))
     monkeypatch.setattr(os, "environ", {"LOCAL_RANK": how.get("rank", "0"), "TORCHELASTIC_RUN_ID": "a job"})
-    monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", lambda device: how.get("hopper", True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: how.get("gpus", 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", warm_up.grouped_mm._is_hopper.__wrapped__)  # nothing cached
     monkeypatch.setattr(warm_up, "_begun", [])
     begin("module")
     assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir
@@ -258,11 +260,7 @@ def test_a_process_that_has_ended_costs_nothing(monkeypatch):
     warm_up.compile_ahead("kind", torch.neg, torch.empty(1))
     on_gpu: Any = SimpleNamespace(is_cuda=True)
     assert warm_up.is_due("another", on_gpu) and not warm_up.is_due("kind", on_gpu)
-
-
-def test_nothing_begins_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert begin("module") is None and not warm_up.is_due("another", torch.empty(1))
+    assert not warm_up.is_due("another", torch.empty(1))
 
 
 def test_threads_record_apart():
