@@ -277,7 +277,8 @@ def _train(layouts, whole, captured):
     ("kind", "save_h"), [("experts", "bf16"), ("experts", "fp8"), ("ffn", "bf16"), ("linear", "bf16")]
 )
 def test_frozen_weights(kind, save_h, recompute):
-    """Same output and gradients. Weights are quantized once, and only what the gradient of x needs is saved."""
+    """Same output and gradients. Steps let only trained weights be quantized anew. Only what the gradient of x needs is
+    saved."""
     layer = Layer(kind, recompute=recompute, save_h=save_h)
     layer.leaves = [t for t in layer.leaves if t is layer.x or t is layer.scores]
 
@@ -286,13 +287,14 @@ def test_frozen_weights(kind, save_h, recompute):
         return [out.detach(), *torch.autograd.grad(out.sum(), layer.leaves)], kept
 
     want, trained = run(None)
-    for w in layer.weights:
-        w.requires_grad_(False)
-    for _ in range(3):
-        got, kept = run(layer.cache, True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # of others
+    for frozen in (False, False, True, True):
+        for w in layer.weights:
+            w.requires_grad_(not frozen)
+        got, kept = run(layer.cache, frozen)
         assert_equal(got, want)
-        assert {*generations(layer.cache)} == {1}
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0).step()  # of others
+        optimizer.step()
+    assert {*generations(layer.cache)} == {2}
     routed, D, H, numbers = kind == "experts", 256, 128, 8 * len(generations(layer.cache))
     rows = (64 if routed else 128) * (D + D // 128) if recompute != "experts" or kind == "linear" else 0
     M = (
@@ -303,7 +305,7 @@ def test_frozen_weights(kind, save_h, recompute):
     assert trained - kept + numbers == rows + M * (H + H // 128)
     with torch.no_grad():
         assert torch.equal(layer.forward(layer.cache, True), want[0])
-    assert {*generations(layer.cache)} == {1}
+    assert {*generations(layer.cache)} == {2}
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------

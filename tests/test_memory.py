@@ -80,24 +80,19 @@ def parse(record: dict[str, Any]) -> Iterator[Measured]:
         yield Measured(gpus, layers, (*common, *reference), record["reference_value"], record["date"])
 
 
-def measured() -> list[Measured]:
-    """The records of peaks with balanced routing, and older ones, with settings and GPUs that have no newer record."""
+def cases() -> list[Any]:
+    """The records of peaks with balanced routing, and older ones, with settings and GPUs that have no newer record: of
+    both precisions, both models and any number of GPUs. The older ones are marked slow."""
     paths = ROOT / "experiments/throughput/results.json", ROOT / "tests/peak_memory.json"
     found = {}
     for record in (record for path in paths for record in json.loads(path.read_text())):
         named = record["name"].startswith("train_") and record["unit"] == "GiB reserved"
         if named and "model routing" not in record["shape"] and "_titan03" not in record["name"]:
-            for run in parse(record):
-                found[run[:3]] = run
-    return list(found.values())
-
-
-def cases() -> list[Any]:
-    """All that were measured, the older ones marked slow. Of both precisions, both models and any number of GPUs."""
-    found = measured()
-    assert {run.gpus for run in found} == {1, 2, 4} and any("--model.name=qwen3" in run.overrides for run in found)
-    assert {"--model.converters=fp8_flow_moe" in run.overrides for run in found} == {True, False}
-    return [pytest.param(run, marks=[pytest.mark.slow] * (run.date < "2026-11-26")) for run in found]
+            found |= {run[:3]: run for run in parse(record)}
+    runs = found.values()
+    assert {run.gpus for run in runs} == {1, 2, 4} and any("--model.name=qwen3" in run.overrides for run in runs)
+    assert {"--model.converters=fp8_flow_moe" in run.overrides for run in runs} == {True, False}
+    return [pytest.param(run, marks=[pytest.mark.slow] * (run.date < "2026-11-26")) for run in runs]
 
 
 @pytest.fixture(scope="module")

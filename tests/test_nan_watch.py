@@ -15,7 +15,7 @@ from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import metrics
 from titan_fp8moe.trainer import nan_watch as core
-from titan_fp8moe.trainer.nan_watch import NOBODY, describe, first_seen
+from titan_fp8moe.trainer.nan_watch import NOBODY
 
 NAMES = ["layers.0.feed_forward", "layers.1.moe", "layers.2.moe"]
 
@@ -106,15 +106,17 @@ def test_the_first_is_named_once(ep_group, processor, caplog, where, said):
     assert f"showed first in {said}, by step 3" in caplog.text
 
 
-def test_a_late_answer_is_still_the_first(ep_group, processor, monkeypatch, caplog):
+def test_a_late_answer_is_still_the_first(group, processor, monkeypatch, caplog):
     """A host that is steps ahead of the device reads what the device has not written yet."""
-    orders = iter([NOBODY, 1, 0, 0])
-    monkeypatch.setattr(core, "first_seen", lambda *_: torch.tensor(next(orders), dtype=torch.int32, device=DEVICE))
     late = iter([True, True, False])
     monkeypatch.setattr(core, "int", lambda t: NOBODY if next(late) else t.item(), raising=False)
-    metrics.watch({name: nn.Module() for name in NAMES})
+    layers = [nn.Module() for _ in NAMES]
+    metrics.watch(dict(zip(NAMES, layers, strict=True)))
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
+            processor.model_parts = layers if step > 1 else []  # a rank without layers has seen nothing
+            for layer in {2: [layers[1]], 3: layers}.get(step, []):
+                layer.nan_flags[0, 0] = 1
             processor.should_log(step)
     assert "showed first in layers.1.moe, in its input x" in caplog.text
 
@@ -133,19 +135,6 @@ def test_flags_need_no_saved_tensor(ep_group):
     x = x.detach().index_fill(0, torch.tensor([1], device=DEVICE), float("inf"))
     linear(x, w, Fp8FlowMoEConfig(), nan_flags=flags.zero_())
     assert flags[:, 0].tolist() == [1, 0]
-
-
-def test_order_of_a_step():
-    """Forward through the layers, backward from the last. Later stages of a pipeline too."""
-    names, orders = ["l0", "l1"], []
-    for index, operand in ((0, 0), (1, 0), (1, 1), (0, 1)):
-        flags = new_flags()
-        flags[operand, 0] = 1
-        orders.append(int(first_seen([SimpleNamespace(nan_flags=flags, nan_index=index)], 2, DEVICE)))
-        said = describe(orders[-1], names)
-        assert said.startswith(f"l{index}, in its") and said.endswith((" x", " dy")[operand])
-    assert orders == list(range(4))
-    assert int(first_seen([], 2, DEVICE)) == NOBODY
 
 
 def test_a_compiled_layer_has_flags():

@@ -221,7 +221,8 @@ BACKWARD = "u4 c2 u3 c1 u2 c0 u1 u0"
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(("recompute", "lora"), [("none", True), ("activation", False), ("experts", True)])
 def test_bits_and_order(offloaded, recompute: str, lora: bool, checkpointed: bool):
-    """Each layer's copy is issued before the layer ahead of it runs, in both directions, into two buffers."""
+    """Each layer's copy is issued before the layer ahead of it runs, in both directions, into two buffers. In a pass
+    without a backward one copy is late: its first."""
     there, here, device = twins(offloaded, recompute, lora)
     there.checkpointed = here.checkpointed = checkpointed
     twice = 2 if checkpointed else 1
@@ -230,6 +231,11 @@ def test_bits_and_order(offloaded, recompute: str, lora: bool, checkpointed: boo
         check(there, here, device)
         backward = itertools.chain(*([e] * (twice if e[0] == "u" else 1) for e in BACKWARD.split()))
         assert device.log == [*forward.split(), *backward]
+    for forward in (AGAIN, FORWARD):
+        with torch.no_grad(), device:
+            inputs, device.log = make_inputs(), []
+            assert torch.equal(here(*inputs), there(*inputs))
+            assert device.log == forward.split()
     assert len(device.targets) == 2
     (size,) = {b.bytes.nbytes for b in here.layers[0].fp8_host.experts.buffers}
     assert size == 3 * E * D * max(HIDDEN)
@@ -246,16 +252,6 @@ def test_other_orders(offloaded, count: int, order: list[int]):
         there.checkpointed = here.checkpointed = checkpointed
         check(there, here, device)
     assert count > 2 or sorted(e for e in device.log if e[0] == "c") == ["c0", "c1"][:count]
-
-
-def test_evaluation(offloaded):
-    """One copy of a pass is late: its first."""
-    there, here, device = twins(offloaded)
-    with torch.no_grad(), device:
-        for forward in (FORWARD, FORWARD, FORWARD):
-            inputs, device.log = make_inputs(), []
-            assert torch.equal(here(*inputs), there(*inputs))
-            assert device.log == forward.split()
 
 
 def test_nothing_is_saved(offloaded):

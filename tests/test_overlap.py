@@ -116,18 +116,6 @@ def test_what_runs_during_transfers(watch, group, unwaited, dispatch):
     )
 
 
-def test_no_transfer_is_left_where_only_gradients_of_shared_experts_are_asked_for(group, unwaited):
-    """Unlike needs_input_grad, the graph does not show it."""
-    layer = shared_layer("all_to_all", group)
-    *others, w1, w2, w3 = layer.leaves
-    loss = layer.run().square().sum()
-    got = torch.autograd.grad(loss, [w1, w2, w3], retain_graph=True)
-    assert not unwaited()
-    got = (*torch.autograd.grad(loss, others, retain_graph=True), *got)
-    assert not unwaited()
-    assert same(got, torch.autograd.grad(loss, layer.leaves))
-
-
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_checkpointing_by_op_repeats_none_and_moves_no_token_again(group, watch, unwaited, dispatch):
     """A policy may keep others than the layer's ops. The repeated forward's transfers are waited for."""

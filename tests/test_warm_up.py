@@ -1,7 +1,7 @@
 """Kernels that are compiled ahead are those that a layer launches."""
 
+import contextlib
 import functools
-import io
 import itertools
 import os
 import subprocess
@@ -94,14 +94,9 @@ def layers() -> dict[str, Callable[[], Tensor]]:
     }
 
 
-class Begun(io.BytesIO):
-    """In the place of a process that compiles: keeps its input."""
-
-    told = b""
-
-    def close(self) -> None:
-        self.told = self.getvalue()
-        super().close()
+def told_to(sent: list[bytes]) -> Any:
+    """In the place of a process that compiles: its input goes to the list."""
+    return SimpleNamespace(stdin=contextlib.nullcontext(SimpleNamespace(write=sent.append)))
 
 
 def ahead(told: bytes) -> set[str]:
@@ -124,12 +119,12 @@ def real_and_told(layer: Callable[[], Tensor]) -> tuple[set[str], bytes]:
             cast(Any, module).use_kernels = lambda x: True
         if name.startswith("titan_fp8moe") and "is_tracing" in vars(module):
             cast(Any, module).is_tracing = lambda x: False
-    begun = Begun()
+    sent: list[bytes] = []
     warm_up.is_due = lambda kind, x: not x.is_meta
-    warm_up.begin = lambda *_: SimpleNamespace(stdin=begun)
+    warm_up.begin = lambda *_: told_to(sent)
     real = launched(worker.recorded([layer]))
     ops.dispatch_routing = count
-    return real, begun.told
+    return real, sent[0]
 
 
 def real_and_told_of(name: str) -> tuple[set[str], bytes]:
@@ -145,18 +140,14 @@ def test_the_kernels_of_a_layer(name):
 @pytest.mark.parametrize("name", ["plain", "shared", "FFN"])
 def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
     """Each op tells a process of its own, when it is traced for a GPU, and once."""
-    begun: list[Begun] = []
-
-    def begin(module: str) -> SimpleNamespace:
-        begun.append(Begun())
-        return SimpleNamespace(stdin=begun[-1])
+    sent: list[bytes] = []
 
     def traced(*call: Any) -> None:
         with monkeypatch.context() as patches:
             patches.setattr(FakeTensor, "is_cuda", True, raising=False)
             warm_up.compile_traced(*call)
 
-    monkeypatch.setattr(warm_up, "begin", begin)
+    monkeypatch.setattr(warm_up, "begin", lambda *_: told_to(sent))
     monkeypatch.setattr(warm_up, "seen", set())
     monkeypatch.setattr(warm_up, "use_inductors_ptxas", lambda: None)
     monkeypatch.setattr(backend, "compile_traced", traced)
@@ -165,9 +156,9 @@ def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
         for _ in range(2):
             out = layer()
             out.backward(torch.empty_like(out))
-    assert len(begun) == 3
+    assert len(sent) == 3
     real, _ = call(real_and_told_of, name)
-    assert set().union(*(ahead(process.told) for process in begun)) == real
+    assert set().union(*map(ahead, sent)) == real
 
 
 def compare_on_two_ranks() -> None:
