@@ -3,19 +3,24 @@
 import contextlib
 import functools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from experiments import reference
 from titan_fp8moe import ops, routed_experts
+from titan_fp8moe.kernels import launch
 from titan_fp8moe.layer import experts, group
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.layer.operands import WeightCache
@@ -134,6 +139,48 @@ class CastCounter(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
             self.stray_casts.append(func.name())
         return out
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of all storages that ops see, until they are freed. Looks into a layer's ops, where kernels
+    allocate their results and are not launched.
+
+    Attributes:
+        peak: the most bytes at a time.
+        made: the op, number of values and dtype of each tensor that has a new storage.
+        kernels: names of the kernels.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = weakref.WeakValueDictionary(), 0
+        self.made, self.kernels = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in FUNCTIONS:
+            # What is recorded, and its arguments, would live on.
+            nothing = mock.patch.object(launch.Kernel, "_launch", lambda kernel, *_, **__: self._launched(kernel))
+            with self, launch.recording(), nothing:
+                return FUNCTIONS[func](*args)
+        self._see((args, kwargs))
+        out = func(*args, **(kwargs or {}))
+        self.made += [(func._opname, t.numel(), t.dtype) for t in self._see(out)]
+        self.peak = max(self.peak, self.held)
+        return out
+
+    def _launched(self, kernel: launch.Kernel) -> None:
+        self.kernels.append(kernel.kernel.__name__)
+
+    def _see(self, tree: Any) -> list[Tensor]:
+        """The tensors with storages that no op has seen."""
+        tensors = [t for t in tree_leaves(tree) if isinstance(t, Tensor) and not isinstance(t, DTensor)]
+        new = [t for t in tensors if t.untyped_storage()._cdata not in self.storages]
+        self.storages |= {t.untyped_storage()._cdata: t.untyped_storage() for t in new}
+        return new
+
+    @property
+    def held(self) -> int:
+        return sum(storage.nbytes() for storage in list(self.storages.values()))
 
 
 class Lifetimes:

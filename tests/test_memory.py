@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,19 +16,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.tools.utils import set_default_dtype
 
 from tests.jobs import make_config, make_dims
-from tests.layer import FUNCTIONS
+from tests.layer import Allocated
 from tests.processes import call
 from titan_fp8moe import routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.kernels import launch
 from titan_fp8moe.torchtitan.dry_run import memory_job
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 from titan_fp8moe.trainer import memory
@@ -207,35 +202,6 @@ def test_interleaved_stages_hold_their_warm_up_and_one(batch: int, rank: int, he
     mesh = SimpleNamespace(get_local_rank=lambda: rank)
     dims: Any = SimpleNamespace(pp_enabled=True, pp=4, get_mesh=lambda _: mesh)
     assert memory._in_flight(config, dims, 2) == held
-
-
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of all storages that ops see, until they are freed. Looks into a layer's ops, where kernels
-    allocate their results."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = weakref.WeakValueDictionary(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in FUNCTIONS:
-            with self, launch.recording(), mock.patch.object(launch.Kernel, "_launch", _nothing):
-                return FUNCTIONS[func](*args)
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = storage
-        self.peak = max(self.peak, self.held)
-        return out
-
-    @property
-    def held(self) -> int:
-        return sum(storage.nbytes() for storage in list(self.storages.values()))
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """In the place of a launch: what is recorded, and its arguments, would live on."""
 
 
 Forward = Callable[[], torch.Tensor]
