@@ -234,11 +234,12 @@ def test_styles_of_any_module_know_converted_experts(group):
     parallel.install()
     mesh, layer = init_device_mesh("cpu", (1,)), MoE(MoEArgs(num_experts=4, top_k=2), dim=128, hidden_dim=128)
     Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
-    expert_parallel.TensorParallel()._apply(layer.experts, mesh)
-    assert layer.experts.tp_mesh is mesh and not layer.experts._forward_pre_hooks
-    layer.experts.set_meshes(None, None)
+    experts = layer.experts
+    expert_parallel.TensorParallel()._apply(experts, mesh)
+    assert experts.tp_mesh is mesh and not experts._forward_pre_hooks
+    experts.set_meshes(None, None)
     with pytest.raises(RuntimeError, match="does not know"):
-        layer(torch.randn(2, 8, 128))
+        experts(*torch.empty(3, 8, 128))
 
 
 def test_two_forwards_before_their_backwards(group, unwaited):
