@@ -187,21 +187,22 @@ def test_the_kernels_of_two_ranks():
 
 
 @pytest.fixture
-def active_driver():
+def record(tmp_path, monkeypatch):
+    """Records the launches of a layer, which are then compiled into an empty cache."""
     active = driver._active
-    yield
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    experts = a_layer(weights=matrices(E, H, D, device="meta"))
+    yield lambda: worker.recorded([functools.partial(forward, T, experts, device="meta")])
     driver.set_active(active)
 
 
-def test_a_launch_finds_its_kernel(tmp_path, monkeypatch, active_driver):
+def test_a_launch_finds_its_kernel(record, monkeypatch):
     """In Triton's cache on disk, whatever the others are that this process has compiled."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", lambda device: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setattr(warm_up, "begin", begin)
-    experts = a_layer(weights=matrices(E, H, D, device="meta"))
     monkeypatch.setattr(warm_up, "is_due", lambda kind, x: not warm_up._begun)
-    launches = worker.recorded([functools.partial(forward, T, experts, device="meta")])
+    launches = record()
     (process,) = warm_up._begun
     assert process.wait(time_limit(200)) == 0
     driver.set_active(worker.NO_GPU)
@@ -212,11 +213,9 @@ def test_a_launch_finds_its_kernel(tmp_path, monkeypatch, active_driver):
     assert len(hits) > 20 and all(hits)
 
 
-def test_a_kernel_that_fails(tmp_path, monkeypatch, active_driver):
+def test_a_kernel_that_fails(record, tmp_path, monkeypatch):
     """The others are in the cache. With Triton 3.6 they have launchers, so that a job starts no C compiler."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    experts = a_layer(weights=matrices(E, H, D, device="meta"))
-    *_, (kernel, *args) = worker.recorded([functools.partial(forward, T, experts, device="meta")])
+    *_, (kernel, *args) = record()
     kernel.kernel.device_caches.clear()
     built = tmp_path / "built"
     if hasattr(nvidia, "make_launcher"):
