@@ -40,6 +40,7 @@ def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     Each test leaves the choice of kernels as it was.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # With a GPU the import does not patch these.
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     monkeypatch.setattr(attention.FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(_dense_attention))

@@ -379,6 +379,8 @@ def _keeps_dense_attention() -> bool:
 @pytest.mark.parametrize("groups", [None, 4][: 2 if RELEASE < "0.3" else 1])
 def test_routing_replay(fp8: bool, groups: int | None):
     """The load that the expert bias is to balance is the replayed one, and the router gets gradients."""
+    if not fp8 and torch.cuda.device_count():
+        pytest.skip("where there is a GPU torchtitan's bf16 experts run a Triton kernel")
     layer, counts = jobs.moe_layer(fp8, groups)
     E, K = layer.router.num_experts, layer.router.top_k
     x, others = torch.randn(2, 24, layer.router.gate.weight.shape[1]), torch.rand(2, 24, 1, E).topk(K).indices
