@@ -1,35 +1,52 @@
 """Compiles Triton and Gluon kernels without a GPU, for sm_90 or another, and reads what ptxas says about them.
 
-Two layers: :func:`compile_kernel` takes a kernel with its signature; :func:`record_launches` runs a launch function on
-meta tensors and returns what it would have launched, so that a test compiles exactly what training runs::
+:func:`record_launches` runs a launch function on meta tensors and returns what it would have launched, so that a test
+compiles exactly what training runs::
 
     for launch in record_launches(swiglu.swiglu_quantize, h, score, offsets, ExpertSpec(), True):
         assert launch.compile().spills == 0
 
-Needs ``TRITON_INTERPRET`` unset, since an interpreted kernel is no JITFunction.
+With ``TRITON_INTERPRET=1`` a test module that imports this one is skipped: an interpreted kernel is no JITFunction.
 """
 
 import contextlib
 import functools
 import io
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs TRITON_INTERPRET unset", allow_module_level=True)
+
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def rows(M: int, D: int) -> tuple[Tensor, Tensor]:
+    """(M, D) e4m3 and column-major scales."""
+    return meta(M, D, dtype=FP8), meta(D // TILE, M, dtype=E8M0).t()
 
 
 def no_driver(device: int = 0):
@@ -75,32 +92,6 @@ class Compiled:
         return self.log or _ptxas(self.asm["ptx"], self.capability)
 
 
-def compile_kernel(
-    kernel: JITFunction,
-    signature: dict[str, str],
-    constexprs: dict[str, Any],
-    divisible_by_16: Iterable[str] = (),
-    capability: int = 90,
-    **options: Any,
-) -> Compiled:
-    """Compiles ``kernel`` for sm_90 or another ``capability``.
-
-    Args:
-        signature: type of every argument, such as ``*fp8e4nv``, ``i32``, ``tensordesc<...>``, ``constexpr``.
-        constexprs: values of the ``constexpr`` arguments.
-        divisible_by_16: pointers and integers a launch would find divisible by 16 (``tt.divisibility``). Without it
-            there are no vector loads.
-        options: ``num_warps``, ``num_stages``, ``maxnreg``.
-    """
-    attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16}
-    source_class = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = source_class(kernel, signature, constexprs, attrs)
-    with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
-        triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Compiled(kernel.__name__, capability, compiled.metadata.shared, compiled.asm, log.getvalue())
-
-
 @functools.cache  # launches that differ in sizes only have the same PTX
 def _ptxas(ptx: str, capability: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
@@ -121,26 +112,32 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, Any]
 
-    def specialization(self) -> tuple[dict[str, str], dict[str, Any], list[str]]:
-        """Signature, constants and arguments divisible by 16: launches that differ in them are compiled separately."""
-        signature, constexprs, divisible = {}, {}, []
-        for param in self.kernel.params:
+    def specialization(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
+        """Signature, constants, and the arguments that are divisible by 16, without which there are no vector loads:
+        launches that differ in them are compiled separately."""
+        signature, constexprs, divisible = {}, {}, {}
+        for i, param in enumerate(self.kernel.params):
             value = self.arguments.get(param.name, param.default if param.has_default else None)
             specialize = not param.do_not_specialize
             if param.is_constexpr or value is None or (specialize and type(value) is int and value == 1):
                 signature[param.name], constexprs[param.name] = "constexpr", value
                 continue
-            signature[param.name] = mangle_type(value)
-            if isinstance(value, torch.Tensor):
-                # Fresh allocations are aligned; a view is as aligned as its offset.
-                if value.storage_offset() * value.element_size() % 16 == 0:
-                    divisible.append(param.name)
-            elif type(value) is int and specialize and value % 16 == 0:
-                divisible.append(param.name)
+            signature[param.name], number = mangle_type(value), 1
+            if isinstance(value, Tensor):  # fresh allocations are aligned; a view is as aligned as its offset
+                number = value.storage_offset() * value.element_size()
+            elif type(value) is int and specialize:
+                number = value
+            if number % 16 == 0:
+                divisible[(i,)] = [["tt.divisibility", 16]]
         return signature, constexprs, divisible
 
     def compile(self, capability: int = 90) -> Compiled:
-        return compile_kernel(self.kernel, *self.specialization(), capability, **self.options)
+        source_class = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        source = source_class(self.kernel, *self.specialization())
+        with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+            triton.knobs.nvidia.dump_ptxas_log = True
+            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+        return Compiled(self.kernel.__name__, capability, compiled.metadata.shared, compiled.asm, log.getvalue())
 
 
 def record_launches(function: Callable, *args: Any) -> list[Launch]:
@@ -151,7 +148,6 @@ def record_launches(function: Callable, *args: Any) -> list[Launch]:
         arguments = dict(zip(kernel.arg_names, args, strict=False))
         options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
         arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        grid = grid(arguments) if callable(grid) else grid
         launches.append(Launch(kernel, grid, arguments, options))
 
     with patch.object(JITFunction, "run", run), no_driver():

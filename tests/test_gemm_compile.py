@@ -3,32 +3,33 @@
 Those in plain Triton also compile for other GPUs, with whatever registers they need.
 """
 
-import os
 import re
 
 import pytest
 import torch
 
+from tests.offline_compile import meta, record_launches, rows
 from titan_fp8moe.kernels.gemm import grouped_mm as gemms
 from titan_fp8moe.recipe import E8M0, FP8, SCALE_BITS, TILE
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("compiling needs TRITON_INTERPRET unset", allow_module_level=True)
-
-from tests.offline_compile import record_launches
-
-MODELS = {  # M, E, D, H
-    "smallest": (256, 2, 128, 128),
-    "16B": (98304, 64, 2048, 1408),
-    "671B": (32768, 8, 7168, 2048),
-}
-DTYPES = [torch.bfloat16, torch.float32]
-# A result's dtype changes how a tile is stored, whatever the sizes.
-MODELS_AND_DTYPES = [(model, dtype) for model in MODELS for dtype in DTYPES if dtype is DTYPES[0] or model == "16B"]
 # Those that differ: 16B's have odd numbers of K blocks or narrow tiles, and more experts than a warp has lanes. Other
 # GEMMs of 16B and 671B had the same registers, and fewer instructions or up to 1% more.
-GEMMS = {"smallest": ["forward 1", "forward 2", "dgrad 1"], "16B": ["forward 2", "dgrad 2"], "671B": ["dgrad 1"]}
-WGRADS = {"smallest": ["wgrad 1", "wgrad 2"], "16B": ["wgrad 1", "wgrad 2, 2 experts"], "671B": ["wgrad 1"]}
+GEMMS = {  # M, E, N, K
+    "smallest forward 1": (256, 2, 256, 128),
+    "smallest forward 2": (256, 2, 128, 128),
+    "smallest dgrad 1": (256, 2, 128, 256),
+    "16B forward 2": (98304, 64, 2048, 1408),
+    "16B dgrad 2": (98304, 64, 1408, 2048),
+    "671B dgrad 1": (32768, 8, 7168, 4096),
+}
+WGRADS = {  # M, E, N, K, parts
+    "smallest wgrad 1": (256, 2, 256, 128, 2),
+    "smallest wgrad 2": (256, 2, 128, 128, 1),
+    "16B wgrad 1": (98304, 64, 2816, 2048, 2),
+    "16B wgrad 2, 2 experts": (98304, 2, 2048, 1408, 1),
+    "671B wgrad 1": (32768, 8, 4096, 7168, 2),
+}
+DTYPES = [torch.bfloat16, torch.float32]
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have
 
 
@@ -38,8 +39,22 @@ def kernels(request, monkeypatch):
     return gemms
 
 
-def meta(*shape, dtype):
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def forward(M, E, N, K, scales=E8M0):
+    """Operands of ``grouped_mm``."""
+    b_scale = meta(E, N // TILE, K // TILE, dtype=scales)
+    return *rows(M, K), meta(E, N, K, dtype=FP8), b_scale, meta(E, dtype=torch.int32)
+
+
+def wgrad(M, E, N, K):
+    """Operands of ``grouped_mm_wgrad``."""
+    a, b = ((meta(n, M, dtype=FP8), meta(n // TILE, M // TILE, dtype=E8M0)) for n in (N, K))
+    return *a, *b, meta(E, dtype=torch.int32)
+
+
+def with_dtypes(names):
+    """A result's dtype changes how a tile is stored, whatever the sizes."""
+    pairs = [(name, dtype) for name in names for dtype in DTYPES if dtype is DTYPES[0] or name.startswith("16B")]
+    return pytest.mark.parametrize(("name", "dtype"), pairs)
 
 
 def check(name, function, *args):
@@ -55,46 +70,26 @@ def check(name, function, *args):
     assert "ftz" not in kernel.asm["ptx"], f"{name}: subnormals would be flushed"
 
 
-@pytest.mark.parametrize(("model", "dtype"), MODELS_AND_DTYPES)
+@with_dtypes(GEMMS)
 @pytest.mark.parametrize("scales", SCALE_BITS)
-def test_grouped_mm(model, kernels, dtype, scales):
-    M, E, D, H = MODELS[model]
-    sizes = {"forward 1": (2 * H, D), "forward 2": (D, H), "dgrad 2": (H, D), "dgrad 1": (D, 2 * H)}
-    for name in GEMMS[model]:
-        N, K = sizes[name]
-        a, a_scale = meta(M, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
-        b, b_scale = meta(E, N, K, dtype=FP8), meta(E, N // TILE, K // TILE, dtype=scales)
-        offsets_E = meta(E, dtype=torch.int32)
-        check(f"{model} {name} {dtype} {scales}", kernels.grouped_mm, a, a_scale, b, b_scale, offsets_E, dtype)
+def test_grouped_mm(kernels, name, dtype, scales):
+    check(f"{name} {dtype} {scales}", kernels.grouped_mm, *forward(*GEMMS[name], scales), dtype)
 
 
-@pytest.mark.parametrize(("model", "dtype"), MODELS_AND_DTYPES)
-def test_wgrad(model, kernels, dtype):
-    M, experts, D, H = MODELS[model]
-    sizes = {
-        "wgrad 1": (experts, 2 * H, D, 2),
-        "wgrad 2": (experts, D, H, 1),
-        "wgrad 2, 2 experts": (2, D, H, 1),
-    }
-    for name in WGRADS[model]:
-        E, N, K, parts = sizes[name]
-        a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
-        a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
-        offsets_E = meta(E, dtype=torch.int32)
-        check(f"{model} {name} {dtype}", kernels.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets_E, dtype, parts)
+@with_dtypes(WGRADS)
+def test_wgrad(kernels, name, dtype):
+    *sizes, parts = WGRADS[name]
+    check(f"{name} {dtype}", kernels.grouped_mm_wgrad, *wgrad(*sizes), dtype, parts)
 
 
-@pytest.mark.parametrize("N, K, rows, columns, layout, dtype", [
+@pytest.mark.parametrize("N, K, num_rows, columns, layout, dtype", [
     *((5888, 2944, 5760, 2880, layout, dtype) for layout in ("joined", "transposed") for dtype in DTYPES),
     (2944, 2816, 2880, 2816, "joined", DTYPES[1]),
 ])  # fmt: skip
-def test_wgrad_of_padded_weights(kernels, N, K, rows, columns, layout, dtype):
+def test_wgrad_of_padded_weights(kernels, N, K, num_rows, columns, layout, dtype):
     """gpt-oss, and Gemma 4, one of whose two matrices a launch fills."""
-    M, offsets_E = 8192, meta(8, dtype=torch.int32)
-    a, b = meta(N, M, dtype=FP8), meta(K, M, dtype=FP8)
-    a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
-    args = a, a_scale, b, b_scale, offsets_E, dtype, 1, rows, columns, layout
-    check(f"wgrad {rows}x{columns} {layout} {dtype}", kernels.grouped_mm_wgrad, *args)
+    args = *wgrad(8192, 8, N, K), dtype, 1, num_rows, columns, layout
+    check(f"wgrad {num_rows}x{columns} {layout} {dtype}", kernels.grouped_mm_wgrad, *args)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +102,9 @@ def test_wgrad_of_padded_weights(kernels, N, K, rows, columns, layout, dtype):
 )
 def test_plain_on_other_gpus(capability, shared_memory, instruction, monkeypatch):
     monkeypatch.setattr(gemms, "is_hopper", lambda x: False)
-    M, E, D, H = MODELS["16B"]
-    N, K, offsets_E = 2 * H, D, meta(E, dtype=torch.int32)
-    a, b, column_major = meta(M, K, dtype=FP8), meta(E, N, K, dtype=FP8), meta(K // TILE, M, dtype=E8M0).t()
-    forward = a, column_major, b, meta(E, N // TILE, K // TILE, dtype=E8M0), offsets_E, torch.bfloat16
-    launches = record_launches(gemms.grouped_mm, *forward)
-    a_scale, b_scale = (meta(n // TILE, M // TILE, dtype=E8M0) for n in (N, K))
-    wgrad = meta(N, M, dtype=FP8), a_scale, meta(K, M, dtype=FP8), b_scale, offsets_E, torch.float32
-    launches += record_launches(gemms.grouped_mm_wgrad, *wgrad)
+    sizes = 98304, 64, 2816, 2048
+    launches = record_launches(gemms.grouped_mm, *forward(*sizes), torch.bfloat16)
+    launches += record_launches(gemms.grouped_mm_wgrad, *wgrad(*sizes), torch.float32)
     for launch in launches:
         kernel = launch.compile(capability)
         assert kernel.shared <= shared_memory, kernel

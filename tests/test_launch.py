@@ -1,7 +1,6 @@
 """Kernels remember what Triton compiled, for exactly the arguments that Triton would find it for."""
 
 import contextlib
-import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -14,9 +13,6 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import jit
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("Triton's interpreter remembers nothing", allow_module_level=True)
 
 from tests.offline_compile import no_driver
 from titan_fp8moe.kernels import launch
@@ -115,8 +111,8 @@ def recorded(monkeypatch):
         yield record
 
 
-def args(n=16, m=3, x=BUFFER, y=BUFFER):
-    return x, y, BUFFER[:16].view(E8M0), gemm_launch.operand(torch.empty(128, 128, dtype=FP8)), n, m
+def args(n=16, m=3, x=BUFFER):
+    return x, BUFFER, BUFFER[:16].view(E8M0), gemm_launch.operand(torch.empty(128, 128, dtype=FP8)), n, m
 
 
 def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
@@ -139,11 +135,8 @@ def test_a_stream_for_launches_alone(recorded, monkeypatch):
             for _ in range(2):
                 three[(5,)](*args(), SIZE=1 if stream is None else 2, FLAG=True)
     three[(5,)](*args(), SIZE=1, FLAG=True)
-    assert entered == [side, None] and [launched[3] for launched in recorded.launched] == [
-        "side",
-        "stream 0",
-        "stream 0",
-    ]
+    streams = [launched[3] for launched in recorded.launched]
+    assert entered == [side, None] and streams == ["side", "stream 0", "stream 0"]
 
 
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
@@ -164,18 +157,11 @@ def test_launches_with_hooks_are_left_to_triton(recorded, monkeypatch, hook, val
 ELSEWHERE = SimpleNamespace(dtype=BUFFER.dtype, data_ptr=BUFFER.data_ptr, get_device=lambda: BUFFER.get_device() + 1)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        dict(n=17), dict(x=BUFFER[1:]), dict(x=ELSEWHERE), dict(SIZE=2), dict(num_warps=8), dict(device=1),
-    ],
-)  # fmt: skip
-def test_what_triton_specializes_on_goes_through_the_jit_again(recorded, changed):
-    constants, device = dict(SIZE=1, FLAG=True, num_warps=4), changed.get("device", 0)
-    three[(1,)](*args(), **constants)
-    of_args = {name: value for name, value in changed.items() if name in ("n", "m", "x", "y")}
+@pytest.mark.parametrize(("x", "device"), [(ELSEWHERE, 0), (BUFFER, 1)])
+def test_launches_on_another_device_go_through_the_jit_again(recorded, x, device):
+    three[(1,)](*args(), SIZE=1, FLAG=True)
     with no_driver(device):
-        three[(1,)](*args(**of_args), **constants | {k: v for k, v in changed.items() if k in constants})
+        three[(1,)](*args(x=x), SIZE=1, FLAG=True)
     assert len(recorded.jit_calls) == 2
     assert all(passed[2].dtype == torch.uint8 for passed, _ in recorded.jit_calls)  # scales arrive as bytes
 
@@ -217,16 +203,6 @@ def test_the_launcher_is_compared_once(recorded, monkeypatch):
     for _ in range(3):
         three[(5,)](*args(), SIZE=1, FLAG=True)
     assert probe.call_count == 2 and len(recorded.jit_calls) == 2 and len(recorded.launched) == 3
-
-
-@pytest.mark.gpu
-def test_the_probe_stores_what_it_is_given(monkeypatch):
-    """Launched by Triton itself, and here."""
-    monkeypatch.setattr(launch, "_fast", None)
-    assert launch._is_fast()
-    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
-    monkeypatch.setattr(launch, "_fast", False)
-    assert launch._probe() == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
 
 
 def test_descriptors_are_those_of_tritons_constructor(monkeypatch):

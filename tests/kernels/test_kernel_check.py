@@ -13,9 +13,13 @@ from titan_fp8moe.kernels.launch import Kernel, _probe_kernel
 from titan_fp8moe.ops import self_check
 
 
-def test_the_probe_stores_its_arguments(device):
-    """By which a launch of this package is compared with one of Triton's; tests/test_launch.py has both on a GPU."""
-    assert launch._probe(str(device)) == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
+def test_the_probe_stores_its_arguments(device, monkeypatch):
+    """On a GPU, where its launches decide whether others are fast, launched here and by Triton."""
+    monkeypatch.setattr(launch, "_fast", None)
+    assert INTERPRETED or launch._is_fast()
+    for fast in (True, False):
+        monkeypatch.setattr(launch, "_fast", fast)
+        assert launch._probe(device) == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
 
 
 def test_every_kernel_is_run_and_agrees(monkeypatch):
@@ -36,9 +40,7 @@ def test_every_kernel_is_run_and_agrees(monkeypatch):
         monkeypatch.setattr(self_check, "_run", run_here)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert self_check.self_check() == []
-    modules = [
-        module for name, module in sys.modules.items() if ".kernels" in name and name.startswith("titan_fp8moe.")
-    ]
+    modules = [m for name, m in sys.modules.items() if ".kernels" in name and name.startswith("titan_fp8moe.")]
     modules.remove(symmetric_kernels)  # other ranks take part in them
     kernels = {value for module in modules for value in vars(module).values() if isinstance(value, Kernel)}
     kernels |= {kernel(name, False, False) for name in ACTIVATIONS for kernel in (swiglu._forward, swiglu._backward)}
