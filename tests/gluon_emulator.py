@@ -19,11 +19,11 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -84,7 +84,7 @@ def _define(name: str, reflected: str = "") -> None:
         setattr(Value, f"__{reflected}__", lambda self, other: Value(function(unwrap(other), self.tensor)))
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "or_", "xor", "lshift"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "and_", "xor", "lshift"):
     _define(_name, "r" + _name.strip("_"))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     _define(_name)
@@ -352,10 +352,10 @@ def language_of(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace,
     )
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: Barrier,
-        init=lambda barrier, count: barrier.init(count),
-        wait=lambda barrier, phase: barrier.wait(phase),
-        arrive=lambda barrier: barrier.arrive(),
-        expect=lambda barrier, size, pred=True: barrier.expect(size, pred),
+        init=Barrier.init,
+        wait=Barrier.wait,
+        arrive=Barrier.arrive,
+        expect=Barrier.expect,
     )
     return language, mbarrier
 
@@ -408,31 +408,25 @@ def _python_class(aggregate: type) -> type:
 def patched(**new: Any):
     """Lets the kernels' modules run as Python: functions, aggregates and constants lose their Gluon wrappers, and
     ``new`` replaces names that the modules have imported."""
-    patches = []
-    for module in (hopper, forward, wgrad):
-        for name, old in vars(module).items():
-            if name in new:
-                patches.append(patch.object(module, name, new[name]))
-            elif isinstance(old, gl.constexpr):
-                patches.append(patch.object(module, name, old.value))
-            elif hasattr(old, "__triton_aggregate__"):
-                patches.append(patch.object(module, name, _python_class(old)))
-            elif hasattr(old, "fn"):
-                patches.append(patch.object(module, name, old.fn))
-    with ExitStack() as stack:
-        for p in patches:
-            stack.enter_context(p)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (hopper, forward, wgrad):
+            for name, old in vars(module).items():
+                if isinstance(old, gl.constexpr):
+                    monkeypatch.setattr(module, name, old.value)
+                elif hasattr(old, "__triton_aggregate__"):
+                    monkeypatch.setattr(module, name, _python_class(old))
+                elif name in new:
+                    monkeypatch.setattr(module, name, new[name])
+                elif hasattr(old, "fn"):
+                    monkeypatch.setattr(module, name, old.fn)
         yield
 
 
 @contextmanager
 def emulate(num_ctas: int):
     """Makes :mod:`titan_fp8moe.kernels.gemm.grouped_mm` pick the Hopper kernels and run them as ``num_ctas`` CTAs."""
-    patches = [patch.object(grouped_mm, "is_hopper", lambda x: True)]
-    for module, name in ((forward, "grouped_mm_hopper_kernel"), (wgrad, "wgrad_hopper_kernel")):
-        kernel = EmulatedKernel(getattr(module, name).kernel.fn, num_ctas)
-        patches.append(patch.object(module, name, kernel))
-    with ExitStack() as stack:
-        for p in patches:
-            stack.enter_context(p)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: True)
+        for module, name in ((forward, "grouped_mm_hopper_kernel"), (wgrad, "wgrad_hopper_kernel")):
+            monkeypatch.setattr(module, name, EmulatedKernel(getattr(module, name).kernel.fn, num_ctas))
         yield

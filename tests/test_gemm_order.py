@@ -23,16 +23,14 @@ def work_tiles(module, num_ctas, ends, *problem):
     return [tile._replace(**{name: int(x) for name, x in tile._asdict().items()}) for tile in tiles]
 
 
-def groups(kind, E):
-    """Blocks of 128 rows of each group."""
-    if kind == "random":
-        return torch.randint(0, 40, (E,)).tolist()
-    if kind == "one has all":
-        return [0] * (E // 2) + [100] + [0] * (E - E // 2 - 1)
-    return {"equal": [12] * E, "rising": list(range(1, E + 1)), "falling": list(range(E, 0, -1)), "none": [0] * E}[kind]
-
-
-KINDS = ["random", "one has all", "equal", "rising", "falling", "none"]
+KINDS = {  # blocks of 128 rows of each of E groups
+    "random": lambda E: torch.randint(0, 40, (E,)).tolist(),
+    "one has all": lambda E: [0] * (E // 2) + [100] + [0] * (E - E // 2 - 1),
+    "equal": lambda E: [12] * E,
+    "rising": lambda E: list(range(1, E + 1)),
+    "falling": lambda E: list(range(E, 0, -1)),
+    "none": lambda E: [0] * E,
+}
 
 
 def ends_of(blocks):
@@ -44,7 +42,7 @@ def ends_of(blocks):
 @pytest.mark.parametrize("E", [1, 2, 40])
 @pytest.mark.parametrize("N", [128, 384, 2048])
 def test_grouped_mm_covers_every_tile_once(kind, E, N):
-    K, blocks = 640, groups(kind, E)
+    K, blocks = 640, KINDS[kind](E)
     seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
     expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
     for tile in work_tiles(forward, 132, ends_of(blocks), N, K, E, 0):
@@ -70,7 +68,7 @@ def test_wgrad_covers_every_tile_once(kind, E, N, K, num_ctas, parts, transposed
     rows = K if transposed else N
     if rows // parts % (2 * TILE if transposed else TILE):
         parts = 1
-    blocks = groups(kind, E)
+    blocks = KINDS[kind](E)
     ends = ends_of(blocks)
     seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
     for tile in work_tiles(wgrad, num_ctas, ends, N, K, E, parts, transposed):

@@ -22,13 +22,15 @@ def few_ctas(device, monkeypatch):
         monkeypatch.setitem(shape, "TOKENS", 4)
 
 
-def random_ids(T, K, experts):
-    """Distinct experts for each token; sometimes skewed, sometimes with entries of -1."""
+def random_ids(T, K, experts, device):
+    """Distinct experts for each token, sometimes skewed; some pairs are -1, and some tokens have no expert."""
     scores = torch.rand(T, experts)
     if torch.rand(()) < 0.3:
         scores[:, : max(experts // 4, 1)] += torch.rand(())
-    ids = scores.topk(K).indices
-    return ids.masked_fill(torch.rand(T, K) < 0.2, -1) if torch.rand(()) < 0.4 else ids
+    ids, none = scores.topk(K).indices, torch.rand(T, 1) < 0.1
+    if torch.rand(()) < 0.4:
+        none = none | (torch.rand(T, K) < 0.2)
+    return ids.masked_fill(none, -1).to(device)
 
 
 CASES = {  # ranks, tokens, dim, top_k, experts of a rank, how many experts can be chosen
@@ -51,18 +53,12 @@ def compare(both, tokens, bias=None, dim=None):
     assert_equal(got, want)
 
 
-def make_ids(tokens, top_k, experts, device):
-    """Distinct experts, and tokens without any."""
-    ids = torch.rand(tokens, experts).topk(top_k).indices
-    return ids.masked_fill(torch.rand(tokens, 1) < 0.1, -1).to(device)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_extreme_routings(device, name):
     N, T, D, K, E, experts = CASES[name]
     sizes = Sizes(N, T + 5, D, K, E)  # room for more tokens than there are
     both = [make_workspaces(sizes, device) for _ in range(2)]
-    tokens = [make_tokens(sizes, make_ids(T, K, experts, device)) for _ in range(N)]
+    tokens = [make_tokens(sizes, random_ids(T, K, experts, device)) for _ in range(N)]
     compare(both, tokens)
     for at in (at for workspaces in both for at in workspaces):
         assert not at.report.any() and not at.overflow.any()
@@ -73,7 +69,7 @@ def test_sums_of_padded_tokens_and_of_biases(device):
     """Tokens travel with 256 columns, of which a model may have 192."""
     N, T, K, E = 3, 17, 2, 5
     both = [make_workspaces(sizes := Sizes(N, T, 256, K, E), device) for _ in range(2)]
-    tokens = [make_tokens(sizes, make_ids(T, K, N * E, device)) for _ in range(N)]
+    tokens = [make_tokens(sizes, random_ids(T, K, N * E, device)) for _ in range(N)]
     for bias, dim in (
         (None, 192),
         (torch.randn(192, E, device=device).t(), 192),
@@ -90,7 +86,7 @@ def test_random_routings(device):
         both = [make_workspaces(sizes := Sizes(N, 40, 128, K, E), device) for _ in range(2)]
         for _ in range(2 if device == "cpu" else 12):
             T = int(torch.randint(1, 41, ()))
-            compare(both, [make_tokens(sizes, random_ids(T, K, N * E).to(device)) for _ in range(N)])
+            compare(both, [make_tokens(sizes, random_ids(T, K, N * E, device)) for _ in range(N)])
         assert not any(at.report.any() for workspaces in both for at in workspaces)
 
 
@@ -162,15 +158,20 @@ def test_late_rank_is_reported(device, monkeypatch):
         workspaces[0].check_arrivals()
 
 
-def test_one_exchange_at_a_time():
-    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+@pytest.fixture
+def at():
+    """The workspace of a single rank."""
+    (workspace,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+    return workspace
+
+
+def test_one_exchange_at_a_time(at):
     at.begin()
     with pytest.raises(RuntimeError, match="two layers are in flight"):
         at.begin()
 
 
-def test_a_transfer_ends_before_the_memory_of_an_interrupted_op(monkeypatch):
-    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
+def test_a_transfer_ends_before_the_memory_of_an_interrupted_op(at, monkeypatch):
     joined = []
     monkeypatch.setattr(at, "join", lambda: joined.append(at.in_flight))
     at.begin()
@@ -178,9 +179,8 @@ def test_a_transfer_ends_before_the_memory_of_an_interrupted_op(monkeypatch):
     assert joined == [True]
 
 
-def test_an_interrupted_exchange_is_reset_with_all_ranks():
+def test_an_interrupted_exchange_is_reset_with_all_ranks(at):
     """By the next one, once: what ranks have arrived for before is forgotten between two barriers."""
-    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
     barriers = []
     at.barrier = lambda: barriers.append((at.view("arrivals").any().item(), at.rounds.any().item()))
     for interrupted in (True, False):
@@ -198,9 +198,8 @@ def test_an_interrupted_exchange_is_reset_with_all_ranks():
     assert len(barriers) == 2 and torch.equal(at.view("arrivals")[:, 0], at.rounds)
 
 
-def test_an_error_between_two_ops_is_refused():
+def test_an_error_between_two_ops_is_refused(at):
     """Some ranks may not have met it: none resets its arrivals alone."""
-    (at,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
     at.barrier = lambda: pytest.fail("a barrier that the other ranks do not reach")
     at.begin()
     at.interrupt()

@@ -33,13 +33,6 @@ GROUPS = {
 HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-@pytest.fixture(params=["picked", "plain"] if HOPPER else ["picked"])
-def gpu_kernels(request, monkeypatch):
-    if request.param == "plain":
-        monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: False)
-    return grouped_mm
-
-
 CTAS = [f"emulated on {num_ctas}" for num_ctas in (1, 3)]
 
 
@@ -103,10 +96,17 @@ def check(kernels, operands, offsets_E, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_groups(kernels, generator, groups, dtype):
-    a, a_scale, b, b_scale = make_operands(generator, 768, 256, 128, len(groups))
-    a.view(torch.uint8)[groups[-1] :] = recipe.FP8_NAN  # unused rows must not matter
-    check(kernels, (a, a_scale, b, b_scale), offsets(*groups, device=a.device), dtype)
+def test_groups(kernels, generator, device, groups, dtype):
+    """Unused rows must not matter."""
+    ends = offsets(*groups, device=device)
+    operands = make_operands(generator, 768, 256, 128, len(groups))
+    operands[0].view(torch.uint8)[groups[-1] :] = recipe.FP8_NAN
+    check(kernels, operands, ends, dtype)
+    for N, K in ((128, 256), (256, 128)):  # on Hopper the second is stored transposed
+        operands = make_wgrad_operands(generator, 768, N, K)
+        for x in operands[::2]:
+            x.view(torch.uint8)[:, groups[-1] :] = recipe.FP8_NAN
+        check_wgrad(kernels, operands, ends, dtype)
 
 
 # Tiles of 256 columns, of 128 and both; fewer and more tiles than SMs (3 at most where they are emulated); 1 to 17
@@ -132,12 +132,6 @@ def test_scales_that_are_numbers(kernels, generator, dtype, transposed):
         scales = [scale.transpose(1, 2) for scale in scales]
     want, same, _ = (check(kernels, (a, a_scale, b, scale), groups, torch.float32) for scale in scales)
     assert torch.equal(same[:384], want[:384])
-
-
-@pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
-def test_magnitudes(kernels, generator, magnitude):
-    operands = make_operands(generator, 128, 128, 256, 1, magnitude)
-    check(kernels, operands, offsets(128, device=operands[0].device), torch.float32)
 
 
 def test_nan_stays_in_its_row(kernels, generator):
@@ -195,16 +189,6 @@ def check_wgrad(kernels, operands, offsets_E, dtype):
     for e, (start, stop) in by_expert(offsets_E):
         assert stop > start or not out[e].any(), "an expert without rows must get zeros"
     return out
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("N, K", [(128, 256), (256, 128)])  # on Hopper the second is stored transposed
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_wgrad_groups(kernels, generator, groups, N, K, dtype):
-    operands = make_wgrad_operands(generator, 768, N, K)
-    for x in operands[::2]:
-        x.view(torch.uint8)[:, groups[-1] :] = recipe.FP8_NAN  # unused rows must not matter
-    check_wgrad(kernels, operands, offsets(*groups, device=operands[0].device), dtype)
 
 
 @pytest.mark.parametrize("H", [128, 384])
@@ -278,9 +262,10 @@ def test_wgrad_scales_of_any_strides(kernels, generator):
 
 
 @pytest.mark.parametrize("magnitude", [1e-10, 1e-30, 1e30])
-def test_wgrad_magnitudes(kernels, generator, magnitude):
-    operands = make_wgrad_operands(generator, 128, 128, 128, magnitude)
-    check_wgrad(kernels, operands, offsets(128, device=operands[0].device), torch.float32)
+def test_magnitudes(kernels, generator, device, magnitude):
+    group = offsets(128, device=device)
+    check(kernels, make_operands(generator, 128, 128, 256, 1, magnitude), group, torch.float32)
+    check_wgrad(kernels, make_wgrad_operands(generator, 128, 128, 128, magnitude), group, torch.float32)
 
 
 def test_wgrad_scales_of_opposite_size(kernels, generator):
@@ -311,14 +296,14 @@ def uneven_groups(M, E, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M, E, D, H", LAYERS)
-def test_layer(gpu_kernels, generator, device, M, E, D, H):
+def test_layer(kernels, generator, device, M, E, D, H):
     groups = uneven_groups(M, E, device)
     for N, K in ((2 * H, D), (D, H), (H, D), (D, 2 * H)):
-        check(gpu_kernels, make_operands(generator, M, N, K, E), groups, torch.bfloat16)
+        check(kernels, make_operands(generator, M, N, K, E), groups, torch.bfloat16)
     for N, K in ((2 * H, D), (D, H)):
         operands = make_wgrad_operands(generator, M, N, K)
-        check_wgrad(gpu_kernels, operands, groups, torch.bfloat16)
-        check_wgrad(gpu_kernels, operands, groups, torch.float32)
+        check_wgrad(kernels, operands, groups, torch.bfloat16)
+        check_wgrad(kernels, operands, groups, torch.float32)
 
 
 # More tiles than half the CTAs, so that not all are computed as halves.
@@ -326,24 +311,24 @@ def test_layer(gpu_kernels, generator, device, M, E, D, H):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("N, K, parts", [(2048, 1408, 1), (1408, 2048, 1), (1024, 1408, 2)])
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-def test_wgrad_groups_of_whole_tiles(gpu_kernels, generator, groups, N, K, parts, dtype):
+def test_wgrad_groups_of_whole_tiles(kernels, generator, groups, N, K, parts, dtype):
     operands = make_wgrad_operands(generator, 768, N, K)
     ends = offsets(*groups, device=operands[0].device)
-    whole = check_wgrad(gpu_kernels, operands, ends, dtype)
-    by_part = gpu_kernels.grouped_mm_wgrad(*operands, ends, dtype, parts)
+    whole = check_wgrad(kernels, operands, ends, dtype)
+    by_part = kernels.grouped_mm_wgrad(*operands, ends, dtype, parts)
     assert torch.equal(by_part, torch.cat(whole.chunk(parts, dim=1)))
 
 
 @pytest.mark.gpu
-def test_many_rows_and_experts(gpu_kernels, generator, device):
+def test_many_rows_and_experts(kernels, generator, device):
     """2**20 rows of 256 experts: offsets in bytes exceed 31 bits."""
     M, N, K = 2**20, 128, 2176
     groups = uneven_groups(M, 256, device)
-    check(gpu_kernels, make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
+    check(kernels, make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
 
 
 @pytest.mark.gpu
-def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, device):
+def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, device):
     def variants(kernel):
         return len(kernel.device_caches[torch.cuda.current_device()][0])
 
@@ -353,11 +338,11 @@ def test_no_compilation_when_the_number_of_rows_changes(gpu_kernels, generator, 
     counts = []
     for M in (128, 256, 384, 2048, 4224):
         groups = offsets(128, M, device=device)
-        gpu_kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
+        kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
         dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384)
         for part in (slice(0, 3), slice(3, 6)):
             rows = slice(part.start * TILE, part.stop * TILE)
-            gpu_kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
+            kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
         counts.append([variants(kernel) for kernel in compiled])
     assert all(count == counts[0] for count in counts) and all(counts[0]), counts
 

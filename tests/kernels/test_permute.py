@@ -202,31 +202,23 @@ def test_permute_needs_rows_of_scales(generator):
 @pytest.mark.parametrize("K", [1, 8])
 @pytest.mark.parametrize("strided", [False, True])
 def test_unpermute_sum(generator, K, out_dtype, strided):
+    """Also with an addend, rows of an FFN that serves every token: they join the sums before the one rounding."""
     M, D, T = 64, 1408, 19
-    y = randn(generator, M, D + 8).bfloat16()
+    y, addend = randn(generator, M, D + 8).bfloat16(), randn(generator, 128, D).bfloat16()
     y = y[:, :D] if strided else y[:, :D].contiguous()
     y[3, 5:8] = torch.tensor([float("inf"), float("nan"), -0.0])
-    row_TK = randint(generator, -1, M, T, K).to(torch.int32)
+    row_TK, ds = randint(generator, -1, M, T, K).to(torch.int32), randn(generator, M, 1)
     row_TK[0], row_TK[1], row_TK[2] = -1, 3, 4
-    got, want = (impl.unpermute_sum(y, row_TK, out_dtype) for impl in (permute, recipe))
-    assert torch.equal(got.isnan(), want.isnan())
-    assert_same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
+    for more in ((), (addend,)):
+        want = recipe.unpermute_sum(y, row_TK, out_dtype, *more)
+        of_gradients = permute.unpermute_gradients(y, ds, row_TK, out_dtype, *more)[0]
+        for got in (permute.unpermute_sum(y, row_TK, out_dtype, *more), of_gradients):
+            assert torch.equal(got.isnan(), want.isnan())
+            assert_same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert_same_bits(want[0], addend[0].to(out_dtype))
     assert permute.unpermute_sum(y, row_TK[:0], out_dtype).shape == (0, D)
     for impl in (permute, recipe):  # a rank whose tokens other ranks send
         assert not impl.unpermute_sum(y[:0], torch.full_like(row_TK, -1), out_dtype).any()
-
-
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_sums_with_an_addend(generator, out_dtype):
-    """The rows of an FFN that serves every token join the sums, last and before the one rounding."""
-    M, D, T, K = 64, 1408, 19, 3
-    y, addend = randn(generator, M, D).bfloat16(), randn(generator, 128, D).bfloat16()
-    row_TK, ds = randint(generator, -1, M, T, K).to(torch.int32), randn(generator, M, 1)
-    row_TK[0] = -1
-    want = recipe.unpermute_sum(y, row_TK, out_dtype, addend)
-    assert_same_bits(permute.unpermute_sum(y, row_TK, out_dtype, addend), want)
-    assert_same_bits(permute.unpermute_gradients(y, ds, row_TK, out_dtype, addend)[0], want)
-    assert_same_bits(want[0], addend[0].to(out_dtype))
 
 
 @pytest.mark.parametrize("E", [1, 5, 64])

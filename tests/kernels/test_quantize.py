@@ -51,12 +51,8 @@ def test_rows(generator, T, D, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_rows_hard_tiles(generator, dtype):
-    check_rows(hard_tiles(generator).to(dtype))
-
-
-def test_rows_any_bits(generator):
-    exponent_spread = randint(generator, -(2**31), 2**31, 64, 128).to(torch.int32)
-    check_rows(exponent_spread.view(FP32))
+    any_bits = randint(generator, -(2**31), 2**31, 64, 128).to(torch.int32).view(FP32)
+    check_rows(torch.cat([hard_tiles(generator), any_bits]).to(dtype))
 
 
 def test_rows_views(generator, device):

@@ -64,26 +64,19 @@ def test_padding_and_zero_rows(generator, mode):
     check(x, scales[0], dy, scales[1], offsets(0, 0, device=x.device), mode)
 
 
-@pytest.mark.parametrize("operand", ["x", "dy"])
-def test_rows_of_zeros_do_not_count(generator, operand):
-    """How far operands are apart at most, and whether that is even or odd, is known from rows that both have."""
+@pytest.mark.parametrize("zeros, x_byte, dy_byte", [
+    ("x", 1, 2), ("x", 1, 3), ("dy", 200, 1), ("dy", 201, 1), ("", 2, 2), ("", 2, 3), ("", 3, 2),
+])  # fmt: skip
+def test_which_rows_count(generator, zeros, x_byte, dy_byte):
+    """How far operands are apart at most, and whether that is even or odd, is known from rows that both have. A row of
+    zeros does not count, one of the smallest scale of other rows does."""
     M = 128
-    for byte in (2, 3) if operand == "x" else (200, 201):
-        x, x_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 100, 110)
-        dy, dy_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 180, 190)
-        zeros, other = ((x, x_scale), dy_scale) if operand == "x" else ((dy, dy_scale), x_scale)
-        zeros[0].view(torch.uint8)[50], zeros[1].view(torch.uint8)[50], other.view(torch.uint8)[50] = 0, 1, byte
-        check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), "balanced")
-
-
-def test_a_row_of_the_smallest_scale_counts(generator):
-    M = 128
-    for bytes_ in ((2, 2), (2, 3), (3, 2)):
-        x, x_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 100, 110)
-        dy, dy_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 180, 190)
-        for scale, byte in zip((x_scale, dy_scale), bytes_, strict=True):
-            scale.view(torch.uint8)[50] = byte
-        check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), "balanced")
+    x, x_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 100, 110)
+    dy, dy_scale = fp8_rows(generator, M, 128), column_major_scale(generator, M, 128, 180, 190)
+    x_scale.view(torch.uint8)[50], dy_scale.view(torch.uint8)[50] = x_byte, dy_byte
+    if zeros:
+        (x if zeros == "x" else dy).view(torch.uint8)[50] = 0
+    check(x, x_scale, dy, dy_scale, offsets(M, device=x.device), "balanced")
 
 
 @pytest.mark.parametrize("mode", MODES)
