@@ -19,7 +19,7 @@ OF_FLOATS = {"empty", "empty_strided", "full", "linspace", "ones", "rand", "rand
 FACTORIES = OF_FLOATS | {"arange", "as_tensor", "asarray", "eye", "randint", "randperm"}
 # Parameters of a module are made as nn.Linear's are: where and as the caller's defaults say.
 OF_THE_CALLER = {"torchtitan03/lora.py": 1}
-STATES = {"bf16": (torch.bfloat16, "cpu"), "fp64": (torch.float64, "cpu"), "meta": (torch.float32, "meta")}
+STATES = [(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")]
 
 
 def test_every_tensor_states_dtype_and_device():
@@ -37,8 +37,7 @@ def test_every_tensor_states_dtype_and_device():
 
 
 @contextlib.contextmanager
-def defaults(state: str):
-    dtype, device = STATES[state]
+def defaults(dtype: torch.dtype, device: str):
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
@@ -47,37 +46,34 @@ def defaults(state: str):
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.fixture(params=STATES)
-def state(request) -> str:
-    return request.param
-
-
 def step(experts: nn.Module, x, ids, scores) -> list[torch.Tensor]:
     leaves = [x.requires_grad_(), scores.requires_grad_(), *experts.parameters()]
     out = experts(x, ids, scores)
     return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
+@pytest.mark.parametrize("state", STATES, ids=str)
 @pytest.mark.parametrize("options", [{}, dict(activation="relu2"), dict(bias=True)])
-def test_a_layer(state: str, options: dict):
+def test_a_layer(state: tuple, options: dict):
     x, scores, ids, _ = reference.make_layer(40, 128, 64, 4, 2)
     experts = RoutedExperts(4, 128, 64, **options, device="cpu", dtype=torch.float32)
     statistics.collect()
     want, counts = step(experts, x, ids, scores), statistics.take("cpu")
-    with defaults(state):
+    with defaults(*state):
         statistics.collect()
         got, figures = step(experts, x, ids, scores), statistics.summarize(statistics.take("cpu"))
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert str(figures) == str(statistics.summarize(counts))  # as strings, in which NaN equals NaN
 
 
-def test_a_symmetric_exchange(state: str):
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_a_symmetric_exchange(state: tuple):
     """One rank that sends its tokens to itself: scores stay fp32, and the host can read the report."""
     x, scores, ids, _ = reference.make_layer(40, 128, 64, 4, 2)
     sent = recipe.dispatch_routing(ids, 1, 4)
     sizes, q = Sizes(1, 40, 128, 2, 4), recipe.quantize_rows(x)
     memory = torch.zeros(sizes.nbytes, dtype=torch.uint8)
-    with defaults(state):
+    with defaults(*state):
         at = Workspace(sizes, 0, [memory], lambda: 1.0)
         exchange.publish(at, *q, (ids, scores, *sent[1:], 1024, 40))
         _, _, score_M, row_CK, *_ = exchange.pull_routing(at, exchange.plan(at), 1024, 40)

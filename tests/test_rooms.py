@@ -5,7 +5,7 @@ import graphlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -49,24 +49,25 @@ def is_module(name: str) -> bool:
     return is_package(name) or (ROOT / f"{name.replace('.', '/')}.py").is_file()
 
 
-def imports(importer: str, tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(module, the name taken from it or "") of each import statement, also of those inside functions.
-
-    ``from package import module`` counts as an import of the module.
-    """
-    package = importer if is_package(importer) else importer.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                child = f"{source}.{alias.name}"
-                yield (child, "") if source.split(".")[0] in ROOMS and is_module(child) else (source, alias.name)
+def room_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-def imported(importer: str, tree: ast.AST) -> set[str]:
-    return {module for module, _ in imports(importer, tree)}
+@cache
+def imports(room: str) -> dict[str, set[str]]:
+    """By module of a room, those that it imports, also inside of functions. ``from package import module`` counts as an
+    import of the module."""
+    found: dict[str, set[str]] = {name: set() for name in modules(room)}
+    for name, tree in modules(room).items():
+        package = name if is_package(name) else name.rpartition(".")[0]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                children, in_rooms = {f"{source}.{alias.name}" for alias in node.names}, room_of(source) in ROOMS
+                found[name] |= {child if in_rooms and is_module(child) else source for child in children}
+    return found
 
 
 def layer(module: str) -> int:
@@ -77,33 +78,31 @@ def layer(module: str) -> int:
     return found[0]
 
 
-def is_adapter(module: str) -> bool:
-    return module.startswith(tuple(f"titan_fp8moe.{name}" for name in ADAPTERS))
+def is_upward(importer: str, module: str) -> bool:
+    return room_of(module) == "titan_fp8moe" and layer(module) > layer(importer)
 
 
-def offenders(room: str, forbidden: Callable[[str, str], bool]) -> dict[str, set[str]]:
-    """By module of the room, the imports for which ``forbidden(importer, imported)`` is true."""
-    assert modules(room), f"{room} has no modules"
-    found = {name: {m for m in imported(name, tree) if forbidden(name, m)} for name, tree in modules(room).items()}
-    return {name: imports for name, imports in found.items() if imports}
+def is_foreign_to_the_core(importer: str, module: str) -> bool:
+    is_adapter = importer.startswith(tuple(f"titan_fp8moe.{name}" for name in ADAPTERS))
+    return not is_adapter and room_of(module) not in CORE_PACKAGES
 
 
-def room_of(module: str) -> str:
-    return module.split(".")[0]
+@pytest.mark.parametrize(("room", "forbidden"), [
+    ("titan_fp8moe", is_upward),
+    ("titan_fp8moe", is_foreign_to_the_core),
+    ("titan_fp8moe", lambda _, module: room_of(module) in {"experiments", "tests", "tools"}),
+    ("experiments", lambda _, module: room_of(module) == "tests"),
+    ("tools", lambda _, module: room_of(module) in {"tests", "experiments"}),
+])  # fmt: skip
+def test_no_forbidden_import(room: str, forbidden: Callable[[str, str], bool]):
+    assert imports(room)
+    assert not [(name, other) for name, others in imports(room).items() for other in others if forbidden(name, other)]
 
 
 def test_no_import_cycle():
     """Of statements; a package's ``__init__`` that is imported on the way to its modules does not count."""
-    package = modules("titan_fp8moe")
-    graph = {name: imported(name, tree) & package.keys() for name, tree in package.items()}
-    graphlib.TopologicalSorter(graph).prepare()
-
-
-def test_no_upward_import():
-    def upward(importer: str, module: str) -> bool:
-        return room_of(module) == "titan_fp8moe" and layer(module) > layer(importer)
-
-    assert not offenders("titan_fp8moe", upward)
+    package = imports("titan_fp8moe")
+    graphlib.TopologicalSorter({name: others & package.keys() for name, others in package.items()}).prepare()
 
 
 def test_only_patches_change_other_packages():
@@ -128,22 +127,3 @@ def test_only_patches_change_other_packages():
             if isinstance(node, ast.Call) and registers.search(ast.unparse(node.func)):
                 found.append(f"{name}: {ast.unparse(node)}")
     assert not found
-
-
-def test_core_imports_torch_and_triton_only():
-    def foreign(importer: str, module: str) -> bool:
-        return not is_adapter(importer) and room_of(module) not in CORE_PACKAGES
-
-    assert not offenders("titan_fp8moe", foreign)
-
-
-CLOSED = [
-    ("titan_fp8moe", {"experiments", "tests", "tools"}),
-    ("experiments", {"tests"}),
-    ("tools", {"tests", "experiments"}),
-]
-
-
-@pytest.mark.parametrize("room,closed", CLOSED)
-def test_rooms_stay_apart(room: str, closed: set[str]):
-    assert not offenders(room, lambda importer, module: room_of(module) in closed)
