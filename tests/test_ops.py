@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.layer import refused
@@ -213,44 +213,35 @@ class Captured(TorchDispatchMode):
         return results
 
 
-def captured(layer: Small) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The calls of a forward and a backward, of several where they need fewer gradients."""
+_checked: set[str] = set()
+
+
+def check_calls(layer: Small, *skipped: str) -> Counter[str]:
+    """Checks the calls of a forward and a backward, of several where they need fewer gradients, that are unlike all
+    others so far. Returns how many there are of each op."""
     subsets = [layer.leaves, [layer.x], layer.others] if layer.others else [[layer.x]]
     with Captured() as watching:
         for some in subsets:
             for leaf in layer.leaves:
                 leaf.requires_grad_(any(leaf is other for other in some))
             layer.run().sum().backward()
-    return watching.calls
-
-
-def _like(arg: Any) -> Any:
-    return (tuple(arg.shape), arg.stride(), arg.dtype) if isinstance(arg, Tensor) else arg
-
-
-_checked: set[str] = set()
-
-
-def check_calls(layer: Small, *skipped: str) -> Counter[str]:
-    """Checks the calls of a layer that are unlike all others so far. Returns how many there are of each op."""
-    counts = Counter()
-    for op, args in captured(layer):
-        counts[op._opname] += 1
-        key = repr((op, skipped, tree_map(_like, args)))
+    for op, args in watching.calls:
+        like = tree_map_only(Tensor, lambda t: (tuple(t.shape), t.stride(), t.dtype), args)
+        key = repr((op, skipped, like))
         if key not in _checked:
             _checked.add(key)
             check_op(op, args, *skipped)
-    return counts
+    return Counter(op._opname for op, _ in watching.calls)
 
 
 TRACING = "test_aot_dispatch_dynamic"  # takes as long as all else together, 30 times
 LAYER_OPS = "routed_experts_forward", "routed_experts_hidden_gradients", "routed_experts_gradients"
-FFN_OPS = "feed_forward", "feed_forward_hidden_gradients", "feed_forward_weight_grads"
-DENSE_OPS = {"ffn": FFN_OPS, "linear": ("linear", "linear_backward")}
-DENSE_OPS["grouped_mm"] = "grouped_linear", "grouped_linear_backward"
-
-
-DEFAULT = SAVED.index(("activation", "bf16"))
+DENSE_OPS = {
+    "ffn": ("feed_forward", "feed_forward_hidden_gradients", "feed_forward_weight_grads"),
+    "linear": ("linear", "linear_backward"),
+    "grouped_mm": ("grouped_linear", "grouped_linear_backward"),
+}
+DEFAULT = "activation", "bf16"
 
 
 def check(kind: str, settings: tuple[str, str], *skipped: str, group: Any = None, **options: Any) -> None:
@@ -262,22 +253,16 @@ def check(kind: str, settings: tuple[str, str], *skipped: str, group: Any = None
         assert {*check_calls(small_dense(kind, config), *skipped)} <= {*DENSE_OPS[kind.split()[0]]}
 
 
-@pytest.mark.parametrize("kind", LAYERS + DENSE)
-def test_opcheck_of_layers(kind):
-    for settings in SAVED[DEFAULT:][:1] if kind.startswith(("linear", "grouped_mm")) else SAVED:
-        check(kind, settings, TRACING)
-
-
-SLOW_SETTINGS = [
-    pytest.param(settings, id="-".join(settings), marks=[] if at == DEFAULT else pytest.mark.slow)
-    for at, settings in enumerate(SAVED)
+CHECKS = [
+    *(pytest.param(s, (), id=f"{'-'.join(s)}, traced", marks=[pytest.mark.slow] * (s != DEFAULT)) for s in SAVED),
+    *(pytest.param(s, (TRACING,), id="-".join(s)) for s in SAVED if s != DEFAULT),
 ]
 
 
-@pytest.mark.parametrize("settings", SLOW_SETTINGS)
+@pytest.mark.parametrize(("settings", "skipped"), CHECKS)
 @pytest.mark.parametrize("kind", LAYERS + DENSE)
-def test_opcheck_of_tracing(kind, settings):
-    check(kind, settings)
+def test_opcheck_of_layers(kind, settings, skipped):
+    check(kind, settings, *skipped)
 
 
 @pytest.fixture
@@ -298,7 +283,7 @@ def endless(monkeypatch):
 def test_opcheck_of_layers_that_travel(kind, dispatch, group, endless):
     """The all-to-all reads sizes on the host, and so is no part of a graph."""
     for settings in SAVED:
-        skipped = [] if settings == SAVED[DEFAULT] else [TRACING]
+        skipped = [] if settings == DEFAULT else [TRACING]
         skipped = ["test_faketensor", TRACING] if dispatch == "all_to_all" else skipped
         check(kind, settings, *skipped, group=group, dispatch=dispatch)
 

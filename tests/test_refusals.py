@@ -59,6 +59,10 @@ def having(**settings: Any) -> Any:
     return dict(config=Fp8FlowMoEConfig(**settings))
 
 
+def with_activation(activation: str, **parameters: float) -> Any:
+    return dict(activation=activation, activation_parameters=parameters)
+
+
 BIASES = dict(b1=zeros(E, H), b2=zeros(E, D), b3=zeros(E, H))
 SHARED = SharedExperts(zeros(H, D), zeros(D, H), zeros(H, D))
 A, B = zeros(E, 8, D), zeros(E, H, 8)
@@ -187,8 +191,11 @@ REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (linear, dict(x=Tensor.half), ("x must be bf16 or fp32",)),
     (RoutedExperts, dict(dtype=torch.float16), ("dtype=torch.bfloat16",)),
     (RoutedExperts, dict(config={}), ("got dict; use Fp8FlowMoEConfig(**settings)",)),
-    (RoutedExperts, dict(activation="clamped_swiglu", activation_parameters={"limit": -1}),
-     ("limit of activation 'clamped_swiglu' is -1",)),
+    (RoutedExperts, with_activation("swiglu", limit=7.0), ("no parameter 'limit'; it has none",)),
+    (RoutedExperts, with_activation("clamped_swiglu", beta=7.0), ("no parameter 'beta'; it has limit, alpha, offset",)),
+    (RoutedExperts, with_activation("clamped_swiglu", limit=0.0),
+     ("limit of activation 'clamped_swiglu' is 0.0; set it to a positive number",)),
+    (RoutedExperts, with_activation("clamped_swiglu", alpha=float("nan")), ("is nan; set it to a number",)),
     (RoutedExperts, having(fp8_all_gather=True), ("fp8_all_gather has no effect on RoutedExperts",)),
     (RoutedExperts, having(statistics_every=5), ("statistics_every has no effect on RoutedExperts",)),
     (RoutedExperts, having(filter_fqns=["layers.1."]), ("filter_fqns has no effect on RoutedExperts",)),
