@@ -1,5 +1,7 @@
 """Inputs and comparisons the kernel tests share."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,12 @@ def bits(x: Tensor) -> Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
 
 
-def assert_same_bits(got: Tensor, want: Tensor) -> None:
-    """Equality of dtype, shape and every bit: NaN equals itself, -0 differs from 0."""
+def assert_same_bits(got: Tensor | Iterable[Tensor], want: Tensor | Iterable[Tensor]) -> None:
+    """Equality of dtype, shape and every bit, of one tensor or of several: NaN equals itself, -0 differs from 0."""
+    if not isinstance(got, Tensor):
+        for pair in zip(got, want, strict=True):
+            assert_same_bits(*pair)
+        return
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     torch.testing.assert_close(bits(got), bits(want), rtol=0, atol=0)
 

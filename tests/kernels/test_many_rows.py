@@ -69,8 +69,7 @@ def all_rows(device):
 
 def test_quantize_rows(interpreted_axes, generator):
     rows = randn(generator, 2, D).bfloat16()
-    for got, want in zip(quantize.quantize_rows(ending_in(rows)), recipe.quantize_rows(rows), strict=True):
-        assert_same_bits(got[-2:], want)
+    assert_same_bits([t[-2:] for t in quantize.quantize_rows(ending_in(rows))], recipe.quantize_rows(rows))
 
 
 def test_quantize_weight(interpreted_axes, generator):
@@ -79,9 +78,8 @@ def test_quantize_weight(interpreted_axes, generator):
     w[-1:, LAST, LAST] = block
     want, want_scale = recipe.quantize_weight(block)
     q, q_t, scale = quantize.quantize_weight([w], True, True)
-    assert_same_bits(q[-1:, LAST, LAST], want)
-    assert_same_bits(q_t[-1:, LAST, LAST], want.transpose(1, 2))
-    assert_same_bits(scale[-1:, -1:, -1:], want_scale)
+    got = q[-1:, LAST, LAST], q_t[-1:, LAST, LAST], scale[-1:, -1:, -1:]
+    assert_same_bits(got, (want, want.transpose(1, 2), want_scale))
 
 
 def test_swiglu(interpreted_axes, generator, device):
@@ -140,8 +138,7 @@ def test_permute_rows(interpreted_axes, generator, device):
     got = permute.permute_rows(ending_in(q), ending_in(scale), row_TK, token_M, all_rows(device) + TILE)
     token = torch.full((TILE,), -1, dtype=torch.int32, device=device)
     token[:tokens] = torch.arange(tokens, device=device)
-    for g, w in zip(got, recipe.permute_rows(q, scale, token), strict=True):
-        assert_same_bits(g[LAST], w)
+    assert_same_bits([t[LAST] for t in got], recipe.permute_rows(q, scale, token))
 
 
 def far_apart(x_TK: torch.Tensor) -> torch.Tensor:
@@ -159,12 +156,10 @@ def test_strided_choices(interpreted_axes, generator, device):
     scores, capacity = randn(generator, tokens, top_k), recipe.row_capacity(tokens * top_k, ranks * experts)
     far_ids, far_scores = far_apart(ids), far_apart(scores)
     got = routing.expert_routing(far_ids, far_scores, ranks * experts, capacity)
-    for g, w in zip(got, recipe.expert_routing(ids, scores, ranks * experts, capacity), strict=True):
-        assert_same_bits(g, w)
+    assert_same_bits(got, recipe.expert_routing(ids, scores, ranks * experts, capacity))
     sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, ranks, experts)
     got_sent, _, got_counts = routing.dispatch_routing(far_ids, ranks, experts)
-    assert_same_bits(got_sent, sent_TK)
-    assert_same_bits(got_counts, counts_N)
+    assert_same_bits((got_sent, got_counts), (sent_TK, counts_N))
 
     token_C = token_C[: int(counts_N[:, 0].sum())]
     interpreted_axes[0] = range(-(-token_C.shape[0] // permute.PACK_ROWS) + -(-tokens // permute.TOKENS))  # all
@@ -182,9 +177,8 @@ def test_payloads(interpreted_axes, generator, device):
     tails, values = M // permute.PACK_ROWS, TILE // permute.TOKENS * -(-D // permute.COLUMNS)
     interpreted_axes[0] = [*range(tails - TILE // permute.PACK_ROWS, tails), *range(-values, 0)]
     payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, sent_TK, sent_TK, score, 2 * M)
-    want = q, scale, sent_TK[LAST], score[LAST]
-    for got, w in zip(ops.unpack_dispatch(payload, D, 1), want, strict=True):
-        assert_same_bits(got[LAST].contiguous(), w)
+    got = [t[LAST].contiguous() for t in ops.unpack_dispatch(payload, D, 1)]
+    assert_same_bits(got, (q, scale, sent_TK[LAST], score[LAST]))
     del payload
 
     blocks = -(-D // permute.SUM_COLUMNS)

@@ -56,8 +56,7 @@ def test_expert_routing(generator, name, top_k, unserved_tokens, dtype, views, c
     want = recipe.expert_routing(ids, scores, E, capacity)
     if views:
         ids, scores = strided(ids), strided(scores, after=5)
-    for g, w in zip(routing.expert_routing(ids, scores, E, capacity), want, strict=True):
-        assert_same_bits(g, w)
+    assert_same_bits(routing.expert_routing(ids, scores, E, capacity), want)
 
 
 def test_rows_must_be_contiguous(generator):
@@ -128,9 +127,7 @@ def test_dispatch_routing(generator, name, ctas):
     C = int(want_counts[:, 0].sum())
     for topk_ids_TK in (ids, strided(ids.int())):
         sent_TK, token_C, counts_N = routing.dispatch_routing(topk_ids_TK, ranks, experts, signature)
-        assert_same_bits(sent_TK, want_sent)
-        assert_same_bits(token_C[:C], want_token[:C])
-        assert_same_bits(counts_N, want_counts)
+        assert_same_bits((sent_TK, token_C[:C], counts_N), (want_sent, want_token[:C], want_counts))
         assert token_C.shape == want_token.shape
 
 
@@ -159,8 +156,7 @@ def test_payloads_of_dispatch(generator, name, D, views):
     _, _, ids_CK, scores_CK = ops.unpack_dispatch(payload, D, top_k)
     capacity = recipe.row_capacity(ids_CK.numel(), experts)
     got = routing.expert_routing(ids_CK, scores_CK, experts, capacity)
-    for g, w in zip(got, recipe.expert_routing(ids_CK, scores_CK, experts, capacity), strict=True):
-        assert_same_bits(g, w)
+    assert_same_bits(got, recipe.expert_routing(ids_CK, scores_CK, experts, capacity))
 
 
 def make_routing(generator, name, top_k, num_tokens):
@@ -180,9 +176,7 @@ def test_permute_rows(generator, name, from_payload):
         q, scale, _, _ = ops.unpack_dispatch(payload, D, top_k)
     got_q, got_scale = permute.permute_rows(q, scale, row_TK, token_M, offsets_E)
     end = int(offsets_E[-1])
-    want_q, want_scale = recipe.permute_rows(q, scale, token_M)
-    assert_same_bits(got_q[:end], want_q[:end])
-    assert_same_bits(got_scale[:end], want_scale[:end])
+    assert_same_bits((got_q[:end], got_scale[:end]), [t[:end] for t in recipe.permute_rows(q, scale, token_M)])
     assert got_scale.stride() == (1, token_M.shape[0])
     assert (got_q[end:].view(torch.uint8) == 0xA5).all()
     if name == "nothing":  # nor any token
@@ -267,13 +261,11 @@ def test_unpermute_gradients(generator, D, T, K, out_dtype):
     dx, ds = randn(generator, rows, D + 8)[:, :D].bfloat16(), randn(generator, rows, 1)
     index_TK = randint(generator, -1, rows, T, K).to(torch.int32)
     want = torch.where(index_TK < 0, 0, ds[index_TK.long(), 0])
-    got, got_ds = permute.unpermute_gradients(dx, ds, index_TK, out_dtype)
-    assert_same_bits(got, recipe.unpermute_sum(dx, index_TK, out_dtype))
-    assert_same_bits(got_ds, want)
+    got = permute.unpermute_gradients(dx, ds, index_TK, out_dtype)
+    assert_same_bits(got, (recipe.unpermute_sum(dx, index_TK, out_dtype), want))
     # By dispatched token: its rank has summed the token's rows, and its score gradients lie next to each other.
     ds = randn(generator, rows, K + 5)[:, :K]
     encoded = torch.where((index_TK >= 0) & (randint(generator, 0, 2, T, K) > 0), -2 - index_TK, index_TK)
     want = torch.where(index_TK < 0, 0, ds[index_TK.long(), torch.arange(K, device=ds.device)])
-    got, got_ds = permute.unpermute_gradients(dx, ds, encoded, out_dtype)
-    assert_same_bits(got, recipe.unpermute_sum(dx, encoded, out_dtype))
-    assert_same_bits(got_ds, want)
+    got = permute.unpermute_gradients(dx, ds, encoded, out_dtype)
+    assert_same_bits(got, (recipe.unpermute_sum(dx, encoded, out_dtype), want))

@@ -39,6 +39,13 @@ def assert_sums(got, want, size, tolerance):
     assert ((got - want).abs()[finite] <= tolerance * size[finite]).all()
 
 
+def assert_close(got, want, **tolerance):
+    """Of finite values; others are where they are wanted."""
+    finite = want.isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    torch.testing.assert_close(got[finite], want[finite], **tolerance)
+
+
 def inputs(generator, M, H, spec=ExpertSpec()):  # noqa: B008  an immutable value
     N = spec.rows_per_unit * H
     h = (randn(generator, M, N) * 2.0 ** randint(generator, -4, 3, M, 1)).bfloat16()
@@ -78,8 +85,7 @@ def test_forward_and_backward(generator, spec, fp8_h, biased):
     assert (q[end:].view(torch.uint8) == 0xA5).all(), "rows past the last group were written"
     kept, wide_h = (h, None), h
     if fp8_h:
-        for got, want in zip((h_q, h_scale), recipe.quantize_hidden(h[:end], score[:end], spec, *more), strict=True):
-            assert_same_bits(got[:end], want)
+        assert_same_bits((h_q[:end], h_scale[:end]), recipe.quantize_hidden(h[:end], score[:end], spec, *more))
         assert h_scale.stride() == (1, M)
         h_q, h_scale = recipe.quantize_hidden(h, score, spec, rows)
         kept, wide_h = (h_q, recipe.column_major(h_scale)), recipe.dequantize(h_q, h_scale)
@@ -113,15 +119,12 @@ def test_forward_and_backward(generator, spec, fp8_h, biased):
         if fp8_h:  # scales as they may come back from the host
             again.append(run(kept=(kept[0], kept[1].view(torch.uint8).contiguous().view(recipe.E8M0))))
         for results in again:
-            for first, second in zip((dh, q, ds), results[:5:2], strict=True):
-                assert_same_bits(first[:end], second[:end])
+            assert_same_bits([t[:end] for t in (dh, q, ds)], [t[:end] for t in results[:5:2]])
         if dbias:
             parts = (part[:, :hidden] for part in dbias_rows.split(H, 1))
             want_dbias = recipe.bias_gradient(torch.cat([*parts, db2_rows], 1), offsets_E)
             assert dbias[0].dtype == torch.bfloat16 and not dbias[0][[0, 3]].any()
-            finite = want_dbias.isfinite()
-            assert torch.equal(dbias[0].isfinite(), finite)
-            torch.testing.assert_close(dbias[0].float()[finite], want_dbias[finite], rtol=0.01, atol=1e-10)
+            assert_close(dbias[0].float(), want_dbias, rtol=0.01, atol=1e-10)
 
 
 CLAMPED = [spec for spec in SPECS if spec.activation == "clamped_swiglu"]
@@ -149,8 +152,7 @@ def test_interleaved_gate_and_up(generator, spec, hidden):
         assert q.shape == (M, H) and h_q.shape == (M, N)
         assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, given_rows), end)
         want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, given_rows)
-        assert_same_bits(h_q[:end], want_h)
-        assert_same_bits(h_scale[:end], want_h_scale)
+        assert_same_bits((h_q[:end], h_scale[:end]), (want_h, want_h_scale))
         wide_h = recipe.dequantize(want_h, want_h_scale)
         for kept, wide in (((h, None), h[:end]), ((h_q, h_scale), wide_h)):
             output = given and (b2, dy[0], recipe.column_major(dy[1]), True)
@@ -159,15 +161,11 @@ def test_interleaved_gate_and_up(generator, spec, hidden):
             *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(d[:end], wide, score[:end], spec, given_rows)
             assert_rows(got, want, end)
             if not given:
-                finite = want_ds.isfinite()
-                assert torch.equal(ds[:end].isfinite(), finite)
-                torch.testing.assert_close(ds[:end][finite], want_ds[finite], rtol=1e-4, atol=1e-13)
+                assert_close(ds[:end], want_ds, rtol=1e-4, atol=1e-13)
                 continue
             want_dbias = recipe.bias_gradient(dbias_rows[:, : 2 * hidden], offsets_E[1:])
-            finite = want_dbias.isfinite()
-            got_dbias = dbias[1:, : 2 * hidden]
-            assert torch.equal(got_dbias.isfinite(), finite) and dbias.shape == (2, 2 * hidden + 128)
-            torch.testing.assert_close(got_dbias[finite], want_dbias[finite], rtol=1e-4, atol=1e-13)
+            assert dbias.shape == (2, 2 * hidden + 128)
+            assert_close(dbias[1:, : 2 * hidden], want_dbias, rtol=1e-4, atol=1e-13)
 
 
 @pytest.mark.parametrize("fp8_h", [False, True])
@@ -175,19 +173,13 @@ def test_without_a_router(generator, fp8_h):
     """Scores of None are ones, and have no gradient."""
     M, H = 256, 384
     h, d, _ = inputs(generator, M, H)
-    ones, end = torch.ones(M, device=h.device), offsets(M, device=h.device)
-    for a, b in zip(
-        swiglu.swiglu_quantize(h, None, end, ExpertSpec(), fp8_h),
-        swiglu.swiglu_quantize(h, ones, end, ExpertSpec(), fp8_h),
-        strict=True,
-    ):
-        assert_same_bits(a, b)
-    kept = (h, None)
+    end, kept, results = offsets(M, device=h.device), (h, None), []
     if fp8_h:
         q, scale = recipe.quantize_rows(h)
         kept = q, recipe.column_major(scale)
-    *got, ds = swiglu.swiglu_quantize_backward(d, *kept, None, end, ExpertSpec(), True)
-    *want, _ = swiglu.swiglu_quantize_backward(d, *kept, ones, end, ExpertSpec(), True)
-    assert ds.numel() == 0
-    for a, b in zip(got, want, strict=True):
-        assert_same_bits(a, b)
+    for score in (None, torch.ones(M, device=h.device)):
+        forward = swiglu.swiglu_quantize(h, score, end, ExpertSpec(), fp8_h)
+        *backward, ds = swiglu.swiglu_quantize_backward(d, *kept, score, end, ExpertSpec(), True)
+        assert len(ds) == (0 if score is None else M)
+        results.append([*forward, *backward])
+    assert_same_bits(*results)
