@@ -42,10 +42,6 @@ TORCH_DTYPE = {
 }
 
 
-class Deadlock(Exception):
-    pass
-
-
 # --- values and memory ------------------------------------------------------------------------------------------------
 
 
@@ -201,9 +197,7 @@ class Partitions:
             while not ready():
                 self.waiting += 1
                 if self.waiting >= self.running or self.errors:
-                    self.errors.append(Deadlock("all partitions wait"))
-                    self.changed.notify_all()
-                    raise Deadlock("all partitions wait")
+                    raise RuntimeError("all partitions wait")  # which ends the others too
                 self.changed.wait()
 
 

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from experiments import reference
-from titan_fp8moe import RoutedExperts, recipe
-from titan_fp8moe.dispatch.symmetric import exchange
-from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace
+from titan_fp8moe import RoutedExperts
 from titan_fp8moe.layer import statistics
 
 PACKAGE = Path(__file__).parents[1] / "titan_fp8moe"
@@ -64,19 +62,3 @@ def test_a_layer(state: tuple, options: dict):
         got, figures = step(experts, x, ids, scores), statistics.summarize(statistics.take("cpu"))
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert str(figures) == str(statistics.summarize(counts))  # as strings, in which NaN equals NaN
-
-
-@pytest.mark.parametrize("state", STATES, ids=str)
-def test_a_symmetric_exchange(state: tuple):
-    """One rank that sends its tokens to itself: scores stay fp32, and the host can read the report."""
-    x, scores, ids, _ = reference.make_layer(40, 128, 64, 4, 2)
-    sent = recipe.dispatch_routing(ids, 1, 4)
-    sizes, q = Sizes(1, 40, 128, 2, 4), recipe.quantize_rows(x)
-    memory = torch.zeros(sizes.nbytes, dtype=torch.uint8)
-    with defaults(*state):
-        at = Workspace(sizes, 0, [memory], lambda: 1.0)
-        exchange.publish(at, *q, (ids, scores, *sent[1:], 1024, 40))
-        _, _, score_M, row_CK, *_ = exchange.pull_routing(at, exchange.plan(at), 1024, 40)
-        assert at.error() is None
-    assert torch.equal(score_M[row_CK], scores) and score_M.dtype == torch.float32
-    assert at.report.device.type == "cpu"

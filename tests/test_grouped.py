@@ -21,16 +21,13 @@ D, H = 256, 128
 FUNCTIONS = pytest.mark.parametrize("function", [grouped_mm, grouped_ffn])
 
 
-def ends_of(sizes):
-    return torch.tensor(sizes, device=DEVICE).cumsum(0).int()
-
-
 def case(function, sizes, behind=0, dims=(D, H)):
     """x and weights, offs, and the output's gradient; ``behind`` rows follow the last group."""
     x, _, _, weights = reference.make_layer(sum(sizes) + behind, *dims, len(sizes), 1, torch.bfloat16, DEVICE)
     if function is grouped_mm:
         weights = [weights[0].transpose(1, 2)]
-    return [x, *weights], ends_of(sizes), torch.randn(len(x), dims[function is grouped_mm], device=DEVICE)
+    offs = torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+    return [x, *weights], offs, torch.randn(len(x), dims[function is grouped_mm], device=DEVICE)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

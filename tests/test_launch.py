@@ -121,7 +121,8 @@ def test_what_was_compiled_is_launched_with_all_arguments_in_order(recorded):
     again = args(n=32, m=2**20)
     three[(7, 2)](*again, num_warps=4, SIZE=1, FLAG=True)
     three[(7, 2)](*again, SIZE=1, FLAG=True, num_warps=4)
-    assert len(recorded.jit_calls) == 2  # the second names its options in another order
+    three[(7, 2)](*again, SIZE=1, FLAG=True, num_stages=4)
+    assert len(recorded.jit_calls) == 3  # the second names its options in another order, the last another option
     addresses = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in again]
     assert recorded.launched == [(7, 2, 1, "stream 0", "function", "metadata", None, None, None, *addresses, 1, True)]
 
