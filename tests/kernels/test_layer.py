@@ -8,13 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from experiments.reference import relative_error
+from tests.kernels.compare import randn
 from tests.kernels.conftest import INTERPRETED
 from tests.test_any_layer import OF_ROWS, PLAIN, Tensors, ours, steps, wanted
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
-T, D, H, E, K = 70, 256, 128, 4, 2
+T, D, H, E, K = 140, 256, 128, 4, 2
 
 # They allocate, or look at a tensor in another way.
 NO_DEVICE_WORK = {
@@ -73,16 +74,10 @@ def on_routing_kernels(on_kernels, monkeypatch):
 
 @pytest.fixture
 def layer(generator):
-    return make_layer(generator, T)
-
-
-def make_layer(generator, T):
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, device=generator.device)
-
     chosen = torch.rand(T, E, generator=generator, device=generator.device).topk(K, dim=1).indices
-    weights = [(randn(E, *shape) * 0.05).bfloat16() for shape in ((H, D), (D, H), (H, D))]
-    return randn(T, D).bfloat16(), randn(T, K), chosen, weights, randn(T, D).bfloat16()
+    weights = [(randn(generator, E, *shape) * 0.05).bfloat16() for shape in ((H, D), (D, H), (H, D))]
+    x, dout = randn(generator, 2, T, D).bfloat16()
+    return x, randn(generator, T, K), chosen, weights, dout
 
 
 def run(layer, config, mode=None, group=None):
@@ -120,13 +115,13 @@ def test_one_rank_is_as_none(layer, group, wgrad, recompute):
         assert torch.equal(got, want)
 
 
-def test_rows_do_not_depend_on_the_batch(on_kernels, generator):
+def test_rows_do_not_depend_on_the_batch(on_kernels, generator, layer):
     """Other numbers of tokens and of rows for each expert, in another order. Interpreted GEMMs are those in plain
     Triton; on a Hopper GPU this is the test of the Gluon ones."""
-    x, scores, chosen, weights, dout = layer = make_layer(generator, 140)
+    x, scores, chosen, weights, dout = layer
     want = run(layer, Fp8FlowMoEConfig())[:3]
     for tokens in (1, 129):
-        some = torch.randperm(140, generator=generator, device=generator.device)[:tokens]
+        some = torch.randperm(T, generator=generator, device=generator.device)[:tokens]
         got = run((x[some], scores[some], chosen[some], weights, dout[some]), Fp8FlowMoEConfig())[:3]
         if not INTERPRETED:
             assert all(torch.equal(a, b[some]) for a, b in zip(got, want, strict=True))
