@@ -57,6 +57,8 @@ def snapshot() -> Snapshot:
                 classes |= {value, *(inside for inside in vars(value).values() if type(inside) is type)}
     for cls in classes:
         for name, value in vars(cls).items():
+            if name == "__slotnames__":  # the copy module's own memory
+                continue
             found[f"{cls.__module__}:{cls.__qualname__}.{name}"] = Found(value, (id(cls), name))
     return found
 

@@ -89,6 +89,7 @@ TESTS = {
     "nn/modules": ["test_public_api.py", "test_dense.py", "test_fp8_weights.py"],
     "ops/backend": ["test_ops.py", "test_moe.py", "test_graphs.py"],
     "ops/self_check": ["test_doctor.py"],
+    "spec": ["test_refusals.py", *CORE],
     "recipe": [*CORE, "kernels/test_permute.py", "distributed/test_layers.py"],
     "doctor": ["test_doctor.py"],
     "versions": ["test_versions.py"],
