@@ -14,9 +14,8 @@ import titan_fp8moe.transformers
 from tests.jobs import make_config, make_model
 
 ROOT = Path(__file__).parents[1]
-SIZES = dict(
-    hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2, vocab_size=64
-)
+SIZES = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=2, num_key_value_heads=2, head_dim=64, vocab_size=64)
 
 
 def run(page: str, part: str, **names: Any) -> dict[str, Any]:
@@ -30,24 +29,15 @@ def run(page: str, part: str, **names: Any) -> dict[str, Any]:
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model of Transformers."""
     folder = tmp_path_factory.mktemp("model")
-    config = transformers.Qwen3MoeConfig(**SIZES, num_attention_heads=2, num_key_value_heads=2, head_dim=64)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES)).save_pretrained(folder)
     return folder
 
 
 def test_readme(path: Path):
-    x, router = torch.randn(32, 2048), nn.Linear(2048, 64, bias=False)
-    auto = transformers.AutoModelForCausalLM
-    got = run(
-        "README.md",
-        "RoutedExperts",
-        titan_fp8moe=titan_fp8moe,
-        AutoModelForCausalLM=auto,
-        path=path,
-        x=x,
-        router=router,
-    )
-    assert got["y"].shape == x.shape and len(titan_fp8moe.transformers.converted(got["model"])) == 2
+    names = dict(titan_fp8moe=titan_fp8moe, AutoModelForCausalLM=transformers.AutoModelForCausalLM, path=path)
+    names |= dict(x=torch.randn(32, 2048), router=nn.Linear(2048, 64, bias=False))
+    got = run("README.md", "RoutedExperts", **names)
+    assert got["y"].shape == (32, 2048) and len(titan_fp8moe.transformers.converted(got["model"])) == 2
 
 
 def test_transformers_model_and_its_fp8_weights(path: Path):
@@ -65,11 +55,9 @@ def test_own_dataset():
 
 
 def test_own_dispatch():
-    x, counts = torch.randn(40, 128), torch.tensor([30, 10])
-    w1, w2, w3 = (torch.randn(2, 128, 128) for _ in range(3))
-    assert (
-        run("docs/own-dispatch.md", "import grouped_ffn", x=x, counts=counts, w1=w1, w2=w2, w3=w3)["y"].shape == x.shape
-    )
+    weights = {name: torch.randn(2, 128, 128) for name in ("w1", "w2", "w3")}
+    names = dict(x=torch.randn(40, 128), counts=torch.tensor([30, 10])) | weights
+    assert run("docs/own-dispatch.md", "import grouped_ffn", **names)["y"].shape == (40, 128)
 
 
 def test_torchao():

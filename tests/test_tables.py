@@ -1,5 +1,8 @@
 """Tables and texts of pages are what the records say."""
 
+import json
+import lzma
+import statistics
 from random import Random
 
 import pytest
@@ -53,23 +56,42 @@ def test_every_table_is_on_one_page():
     assert sorted(found) == sorted(tables.TABLES)
 
 
+def test_the_long_run_is_its_losses():
+    """The kept losses of every step give the records of the 3,000 steps."""
+    folder = check.HERE / "convergence"
+    with lzma.open(folder / "3000_steps.json.xz") as file:
+        runs = json.load(file)
+    measured = {
+        "training loss, last quarter": lambda run: statistics.fmean(run["loss_metrics/global_avg_loss"][-750:]),
+        "held-out loss": lambda run: run["validation_metrics/loss"][-1],
+        "speed": lambda run: statistics.harmonic_mean(run["throughput(tps)"][10:]),
+        "memory": lambda run: max(run["memory/max_reserved(GiB)"]),
+    }
+    by_name = {name: {tag: list(values.values()) for tag, values in tags.items()} for name, tags in runs.items()}
+    names = {"bf16": "bf16-s1", "bf16, one bit of a weight changed": "bf16_bit-s1"}
+    records = [r for r in tables.read().all if r["name"].startswith("3,000 steps: ")]
+    assert len(records) == 8
+    for r in records:
+        of = measured[r["name"].partition(": ")[2]]
+        want = of(by_name["fp8-s1"]), of(by_name[names[r["reference"]]])
+        assert (r["value"], r["reference_value"]) == pytest.approx(want), r["name"]
+
+
 RECORDS = [
     record("layer", "16B", 5.25, "bf16", 7.5, commit="old"),
     record("layer", "16B", 5.0, "bf16", 7.5, "2026-01-03"),
     record("layer", "671B", 20.0, "bf16", 30.0),
     record("loss", "0.1B", -0.0003, "bf16", 1.0),
 ]
-LEDGER = {
-    "records": {"layers": {"name": "layer"}, "small": {"name": "layer", "shape": "16B"}, "loss": {"name": "loss"}},
-    "pages": {"README.md": {"takes {} ms, {} to {}x": ["small.value", "layers.low", "layers.high"]}},
-}
-PUBLISHED = {"peak": {"value": 989}}
+KEYS = {"layers": {"name": "layer"}, "small": {"name": "layer", "shape": "16B"}, "loss": {"name": "loss"}}
+LINES = {"takes {} ms, {} to {}x": ["small.value", "layers.low", "layers.high"]}
 
 
-def ledger(monkeypatch, lines=LEDGER["pages"]["README.md"], records=RECORDS) -> check.Ledger:
-    sources = {"figures": LEDGER | {"pages": {"README.md": lines}}, "published": PUBLISHED}
+def ledger(monkeypatch, lines=LINES) -> check.Ledger:
+    figures = dict(records=KEYS, pages={"README.md": lines})
+    sources = dict(figures=figures, published={"peak": {"value": 989}})
     monkeypatch.setattr(check, "source", sources.__getitem__)
-    return check.Ledger(records)
+    return check.Ledger(RECORDS)
 
 
 def test_figures_are_those_of_their_lines(monkeypatch):
@@ -85,19 +107,13 @@ def test_figures_are_those_of_their_lines(monkeypatch):
         check.Key(RECORDS, name="layers")
 
 
-@pytest.mark.parametrize(
-    "text,missing",
-    [
-        (
-            "16,384 tokens, 64 experts, batch 4, torch 2.11, Qwen3.5, 0.11B, arXiv 2511.02302, 80 GB, 2.14.1",
-            [],
-        ),
-        ("`1.2x`, [a](b/1.2x), https://a/1.2\n```\n1.2x\n```\n<!-- table: gemms -->\n1.2x\n<!-- end -->", []),
-        ("1.3x, 2% and 3 ms, 4 or 5 µs, +0.1%", ["1.3", "2", "3", "4", "5", "+0.1"]),
-        ("0.0375, 1,030 to 1,159 TFLOP/s", ["0.0375", "1,030", "1,159"]),
-        ("| 2.11x | 3 times | 7 tokens/s | 5 GiB / 6 GiB", ["2.11", "3", "7", "5", "6"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "missing"), [
+    ("16,384 tokens, 64 experts, batch 4, torch 2.11, Qwen3.5, 0.11B, arXiv 2511.02302, 80 GB, 2.14.1", []),
+    ("`1.2x`, [a](b/1.2x), https://a/1.2\n```\n1.2x\n```\n<!-- table: gemms -->\n1.2x\n<!-- end -->", []),
+    ("1.3x, 2% and 3 ms, 4 or 5 µs, +0.1%", ["1.3", "2", "3", "4", "5", "+0.1"]),
+    ("0.0375, 1,030 to 1,159 TFLOP/s", ["0.0375", "1,030", "1,159"]),
+    ("| 2.11x | 3 times | 7 tokens/s | 5 GiB / 6 GiB", ["2.11", "3", "7", "5", "6"]),
+])  # fmt: skip
 def test_a_figure_needs_a_line(monkeypatch, text, missing):
     errors = ledger(monkeypatch, {}).page("README.md", text)[1]
     assert [error.split()[3] for error in errors] == missing
@@ -108,21 +124,3 @@ def test_a_line_needs_one_place(monkeypatch):
     assert found.unused() == ["loss"]
     for text, places in (("", 0), ("takes 5 ms, 0.7 to 1x, takes 5 ms, 0.7 to 1x", 2)):
         assert found.page("README.md", text)[1][0].startswith(f"{places} places have the ledger's 'takes")
-
-
-def test_a_number_of_the_code():
-    assert check.code("tests/test_memory.py", "\nTOLERANCE = ") == 0.1
-    with pytest.raises(ValueError, match="not enough"):
-        check.code("tests/test_memory.py", "no such text ")
-
-
-def test_unused_records_go(tmp_path, monkeypatch):
-    """What a table shows stays, and what the ledger names."""
-    path = tmp_path / "experiments/a/results.json"
-    tables.write_list(path, RECORDS)
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "TABLES", {"small": lambda records: str(records.of("layer", "671B"))})
-    monkeypatch.setitem(LEDGER, "records", {"loss": {"name": "loss"}})
-    ledger(monkeypatch, {})
-    tables.prune()
-    assert tables.read().all == RECORDS[2:]
