@@ -327,51 +327,6 @@ def test_a_folder_of_the_job(export_job, job_state, tmp_path):
     assert "57 matrices in FP8" in export_job(*FROM_BF16.split(), "--verify", folder=folder)
 
 
-SETTINGS = dict(num_experts_per_tok=3, norm_topk_prob=True, rope_theta=1e4, n_group=1)
-DEEPSEEK = SETTINGS | dict(rms_norm_eps=1e-5, num_attention_heads=4, scoring_func="sigmoid", routed_scaling_factor=2.5)
-DEEPSEEK |= dict(n_group=4, topk_group=2)
-QWEN3 = SETTINGS | dict(rms_norm_eps=1e-6, num_attention_heads=6, scoring_func="softmax", routed_scaling_factor=1.0)
-SIZES = dict(num_hidden_layers=3, n_routed_experts=8, tie_word_embeddings=False, vocab_size=2048, hidden_size=256)
-SIZES |= dict(intermediate_size=512, moe_intermediate_size=256)
-QWEN3_SIZES = dict(num_hidden_layers=2, num_experts=8, tie_word_embeddings=True, hidden_size=128)
-SMALL = dict(n_layers=2, dim=128, n_heads=6, n_kv_heads=2, head_dim=64, rope_theta=1e4, enable_weight_tying=True)
-GROUPS = dict(num_expert_groups=4, num_limited_groups=2)
-MODELS = [
-    (deepseekv3_args["tiny"], {}, GROUPS, DEEPSEEK, SIZES),
-    (qwen3_args["debugmodel_moe"], SMALL, dict(num_experts=8, top_k=3, route_norm=True), QWEN3, QWEN3_SIZES),
-]
-
-
-@pytest.mark.parametrize(("base", "args", "moe_args", "settings", "sizes"), MODELS)
-def test_every_difference_is_told(tmp_path, monkeypatch, export, base, args, moe_args, settings, sizes):
-    """The model's own config passes, wherever it states the rope. Of one that is wrong in every key, one error names
-    all. What it does not state, or states for each layer, is not compared. Qwen3's format has no place for torchtitan's
-    router bias, which the export says."""
-    name, flavors = ("qwen3", qwen3_args) if settings["rms_norm_eps"] == 1e-6 else ("deepseek_v3", deepseekv3_args)
-    monkeypatch.setitem(flavors, "small", replace(base, **args, moe_args=replace(base.moe_args, **moe_args)))
-    state = Job(TOML, options := [f"--model.name={name}", "--model.flavor=small"]).state
-    dcp.save(
-        {key: torch.zeros(value.shape) for key, value in state.items()}, checkpoint_id=tmp_path / "1", no_dist=True
-    )
-    options += ["--config", TOML, "--assets", tmp_path, "--quantized-from", "fp32", "--verify"]
-
-    def check(config: dict[str, Any], out: str) -> tuple[set[str], str]:
-        """The keys that were compared, and all that was said."""
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        said = export(tmp_path / "1", tmp_path / out, *options)
-        return {*said.partition(" states of ")[2].partition("\n")[0].split(", ")}, said
-
-    own = settings | sizes
-    compared, said = check(own, "own")
-    assert compared == own.keys()
-    assert (name == "qwen3") == ("warning: 2 tensors such as layers.0.moe.expert_bias have no name" in said)
-    assert check(own | dict(rope_theta=None, rope_parameters=dict(rope_theta=1e4)), "rope")[0] == own.keys()
-    assert check(dict(hidden_size=[7], n_group=None), "few")[0] == {""}
-    trained = [f"{key} = -1, but the model was trained with {json.dumps(value)}" for key, value in settings.items()]
-    with refused(*trained, *(f"{key} = -1, but " for key in sizes), ". Complete", error=SystemExit):
-        check(dict.fromkeys(own, -1), "none")
-
-
 # --- what a run quantizes ---------------------------------------------------------------------------------------------
 
 EP2, EP4 = (f"--parallelism.expert_parallel_degree={ranks}" for ranks in (2, 4))
@@ -493,25 +448,35 @@ def test_refusals(export, export_job, job_state, tmp_path, monkeypatch, source, 
     assert not (tmp_path / "out/config.json").exists()
 
 
-def two_layers(args, **moe):
-    return replace(args, n_layers=2, moe_args=replace(args.moe_args, num_experts=8, top_k=3, **moe))
+def two_layers(args, moe, **changes):
+    return replace(args, n_layers=2, moe_args=replace(args.moe_args, num_experts=8, top_k=3, **moe), **changes)
 
 
-GROUPED = dict(num_expert_groups=4, num_limited_groups=2, route_scale=1.5)
+TRAINED = dict(num_experts_per_tok=3, norm_topk_prob=True, n_group=1, topk_group=1)
+DEEPSEEK = TRAINED | dict(rope_theta=1e4, rms_norm_eps=1e-5, num_attention_heads=4, scoring_func="sigmoid")
+DEEPSEEK |= dict(routed_scaling_factor=2.5)
+GROUPS = dict(num_expert_groups=4, num_limited_groups=2, route_scale=1.5)
+IN_GROUPS = DEEPSEEK | dict(n_group=4, topk_group=2, routed_scaling_factor=1.5)
+QWEN3 = TRAINED | dict(rope_theta=10**6, rms_norm_eps=1e-6, num_attention_heads=16, scoring_func="softmax")
+QWEN3 |= dict(routed_scaling_factor=1.0)
+SIZES = {"num_hidden_layers", "vocab_size", "hidden_size", "moe_intermediate_size"}
 
 
-@pytest.mark.parametrize(("model", "flavor", "moe"), [
-    ("deepseek_v3", "tiny", {}),
-    ("deepseek_v3", "tiny", GROUPED),
-    ("qwen3", "debugmodel_moe", {}),
+@pytest.mark.parametrize(("model", "args", "settings", "sizes"), [
+    ("deepseek_v3", two_layers(deepseekv3_args["tiny"], {}), DEEPSEEK, {"n_routed_experts", "intermediate_size"}),
+    ("deepseek_v3", two_layers(deepseekv3_args["tiny"], GROUPS), IN_GROUPS, {"n_routed_experts", "intermediate_size"}),
+    ("qwen3", two_layers(qwen3_args["debugmodel_moe"], {}, enable_weight_tying=True), QWEN3,
+     {"num_experts", "tie_word_embeddings"}),
 ])  # fmt: skip
-def test_a_config_to_start_from(export, tmp_path, monkeypatch, model, flavor, moe):
-    """A model from scratch has no config.json. With the one that the refusal prints, Transformers has its logits."""
+def test_a_config_to_start_from(export, tmp_path, monkeypatch, model, args, settings, sizes):
+    """A model from scratch has no config.json. With the one that the refusal prints, Transformers has its logits, and
+    the export compares it with the model. Of one that is wrong in every key, one error names all. What it does not
+    state, or states for each layer, is not compared. Qwen3's format has no place for torchtitan's router bias."""
     spec = get_train_spec(model)
-    monkeypatch.setitem(spec.model_args, "small", two_layers(spec.model_args[flavor], **moe))
+    monkeypatch.setitem(spec.model_args, "small", args)
     overrides = f"--model.name={model}", "--model.flavor=small", "--training.seq_len=64"
-    options = "--config", TOML, *overrides, "--assets", tmp_path, "--quantized-from", "fp32"
-    job, trained = Job(TOML, [*overrides]), spec.model_cls(spec.model_args["small"])
+    options = "--config", TOML, *overrides, "--assets", tmp_path, "--quantized-from", "fp32", "--verify"
+    job, trained = Job(TOML, [*overrides]), spec.model_cls(args)
     torch.manual_seed(0)
     with torch.no_grad():
         trained.init_weights(buffer_device=torch.device("cpu"))
@@ -520,13 +485,29 @@ def test_a_config_to_start_from(export, tmp_path, monkeypatch, model, flavor, mo
     dcp.save(trained.state_dict(), checkpoint_id=tmp_path / "run")
     with pytest.raises(SystemExit) as refusal:
         export(tmp_path / "run", tmp_path / "out", *options)
-    said = str(refusal.value)
-    assert said.startswith(f"error: {tmp_path} has no config.json; name the model's folder with --assets. For a")
-    (tmp_path / "config.json").write_text(said[said.index("{") :])
-    export(tmp_path / "run", tmp_path / "out", *options)
+    printed = str(refusal.value)
+    assert printed.startswith(f"error: {tmp_path} has no config.json; name the model's folder with --assets. For a")
+    config = json.loads(printed[printed.index("{") :])
+
+    def compared(out: str, config: dict[str, Any]) -> set[str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        said = export(tmp_path / "run", tmp_path / out, *options)
+        assert (model == "qwen3") == ("warning: 2 tensors such as layers.0.moe.expert_bias have no name" in said)
+        return {*said.partition(" states of ")[2].partition("\n")[0].split(", ")}
+
+    keys = settings.keys() | SIZES | sizes
+    assert compared("printed", config) == keys and config == config | settings
+    rope = config | dict(rope_theta=None, rope_parameters=dict(rope_theta=config["rope_theta"]))
+    assert compared("rope", rope) == keys
+    assert compared("few", dict(hidden_size=[7], n_group=None)) == {""}
+    trained_with = [
+        f"{key} = -1, but the model was trained with {json.dumps(value)}" for key, value in settings.items()
+    ]
+    with refused(*trained_with, *(f"{key} = -1, but " for key in keys), ". Complete", error=SystemExit):
+        compared("wrong", dict.fromkeys(keys, -1))
 
     state = {name: value.contiguous() for name, value in job.adapter.to_hf(trained.state_dict()).items()}
-    folder = write(tmp_path / "fp32", state, json.loads((tmp_path / "config.json").read_text()))
+    folder = write(tmp_path / "fp32", state, config)
     served = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for experts in (module.experts for module in trained.modules() if isinstance(module, MoE)):
         experts.use_grouped_mm = False  # that path is bf16
@@ -550,8 +531,9 @@ NO_CONFIG = [
 
 @pytest.mark.parametrize(("model", "flavor", "overrides", "why"), NO_CONFIG)
 def test_no_config_to_start_from(monkeypatch, model, flavor, overrides, why):
-    monkeypatch.setitem(deepseekv3_args, "before", two_layers(deepseekv3_args["tiny"], score_before_experts=True))
-    monkeypatch.setitem(qwen3_args, "sigmoid", two_layers(qwen3_args["debugmodel_moe"], score_func="sigmoid"))
+    before, sigmoid = dict(score_before_experts=True), dict(score_func="sigmoid")
+    monkeypatch.setitem(deepseekv3_args, "before", two_layers(deepseekv3_args["tiny"], before))
+    monkeypatch.setitem(qwen3_args, "sigmoid", two_layers(qwen3_args["debugmodel_moe"], sigmoid))
     job = Job(TOML, [f"--model.name={model}", f"--model.flavor={flavor}", *overrides.split()])
     assert job.starting_config == f"None is printed here, because {why}"
 

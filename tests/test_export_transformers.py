@@ -2,40 +2,25 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
-
-from tests.layer import DEVICE, assert_equal, gradients
-from titan_fp8moe import Fp8Weight, RoutedExperts, recipe, record_routing, replay_routing
-from titan_fp8moe.export_fp8 import fp8_tensors
-
-pytest.importorskip("safetensors")
+import transformers
 from safetensors.torch import load_file, save_file
+from torch.torch_version import TorchVersion
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-transformers = pytest.importorskip("transformers", minversion="5.0")
-pytest.importorskip("accelerate")
+from experiments.reference import moe_layer, relative_error
+from tests import test_export_fp8
+from tests.layer import DEVICE, assert_equal, gradients
+from tests.test_export_fp8 import load
+from tests.test_fp8_tensors import tensors_of
+from titan_fp8moe import Fp8Weight, RoutedExperts, recipe
+from titan_fp8moe import transformers as adapter
 
-from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear  # noqa: E402
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer  # noqa: E402
-
-from experiments.reference import moe_layer, relative_error  # noqa: E402
-from titan_fp8moe import transformers as adapter  # noqa: E402
-from titan_fp8moe.export_fp8 import __main__ as export_fp8  # noqa: E402
-
-
-def export(monkeypatch, *arguments) -> None:
-    monkeypatch.setattr(sys, "argv", ["export_fp8", *map(str, arguments)])
-    export_fp8.main()
-
-
-def load(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
+export = test_export_fp8.export
 SIZES = dict(
     vocab_size=256, hidden_size=128, intermediate_size=160, moe_intermediate_size=144, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=4, head_dim=32, num_experts_per_tok=2, num_experts=4,
@@ -89,11 +74,6 @@ def family_model(name: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-def spread(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
-    """A number per block for each value of a matrix (N, K)."""
-    return scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
-
-
 def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """DeepSeek's format, read as its inference code does, without the package; and the names of what is FP8."""
     stored, fp8 = load(folder), set()
@@ -103,21 +83,20 @@ def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
             assert value.dtype == torch.float8_e4m3fn
             N, K = value.shape
             assert scale.shape == (-(-N // 128), -(-K // 128))
-            tensors[name] = value.float() * spread(scale, N, K)
+            tensors[name] = value.float() * scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
             fp8.add(name)
     return tensors, fp8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_is_read_back(family, tmp_path, monkeypatch):
-    """From files and as a live model's tensors. An e4m3 code is within 1/16 of its value, or half a step of 2**-9 of
-    the block's scale, whose largest code is above 224: half of 448. The rest stays, routers in fp32 too."""
+def test_each_family_is_read_back(family, tmp_path, export):
+    """From files and as a live model's tensors. The rest stays, routers in fp32 too. A wrong scale is off by 30%."""
     if family == "NemotronH" and TorchVersion(transformers.__version__) < (5, 18):
         pytest.skip("Transformers 5.17 refuses these kinds of layers")
     torch.manual_seed(0)
     model = family_model(family, tmp_path / "hf")
     want, none = read_deepseek(tmp_path / "hf")
-    export(monkeypatch, tmp_path / "hf", tmp_path / "fp8", "--verify")
+    export(tmp_path / "hf", tmp_path / "fp8", "--verify")
     got, fp8 = read_deepseek(tmp_path / "fp8")
     assert got.keys() == want.keys() and not none
     assert fp8 == {name for name in want if ".experts." in name and name.endswith(".weight")} and fp8
@@ -125,17 +104,10 @@ def test_each_family_is_read_back(family, tmp_path, monkeypatch):
         if name not in fp8:
             assert_equal([got[name]], [value])
             continue
-        N, K = value.shape
-        blocks = torch.nn.functional.pad(value.float().abs(), (0, -K % 128, 0, -N % 128))
-        largest = blocks.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).amax((1, 3))
-        scale = spread(largest / 224, N, K)
-        error = (got[name] - value.float()).abs()
-        assert (error <= torch.maximum(value.float().abs() / 16, scale * 2**-10)).all(), name
-        assert error.any()
+        assert 0 < relative_error(got[name], value.float()) < 0.04, name
     fp32 = {name for name, value in want.items() if value.dtype == torch.float32}
     assert all(any(name.endswith(part) for name in fp32) for part in FAMILIES[family][1]), fp32
-    live = {name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}
-    files = load(tmp_path / "fp8")
+    live, files = tensors_of(model), load(tmp_path / "fp8")
     assert live.keys() == files.keys()
     assert_equal(live.values(), [files[name] for name in live])
 
@@ -156,7 +128,7 @@ DENSE_PARTS = "layers.0.mlp", "layers.1.mlp.shared_experts", "layers.2.mlp.share
 
 
 @pytest.mark.parametrize(("family", "sparse", "dense"), [("Qwen3Moe", "012", ()), ("DeepseekV3", "12", DENSE_PARTS)])
-def test_read_by_transformers(family, sparse, dense, tmp_path, monkeypatch, request):
+def test_read_by_transformers(family, sparse, dense, tmp_path, export, request):
     """From fp32 master values. On a machine without a GPU Transformers loads the dequantized values, fused per layer;
     the rest is bf16. The modules that serve FP8 are those of the export, with its bytes. The dense layer's hidden dim
     is no multiple of 128."""
@@ -164,7 +136,7 @@ def test_read_by_transformers(family, sparse, dense, tmp_path, monkeypatch, requ
     model = auto.from_config(config_of(family, **MASTER), dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
     options = "--quantized-from", "fp32", "--verify", "--shard-gb", 1e-3, "--quantize", *parts
-    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", *options)
+    export(tmp_path / "saved", tmp_path / "fp8", *options)
 
     loaded, master = auto.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).state_dict(), model.state_dict()
     assert master.keys() == loaded.keys() and "model.layers.2.mlp.experts.gate_up_proj" in master
@@ -188,44 +160,17 @@ def test_read_by_transformers(family, sparse, dense, tmp_path, monkeypatch, requ
         assert_equal(got, (q, recipe.exp2(recipe.exponent(scale))))
 
 
-@pytest.mark.parametrize(("family", "live"), [("Qwen3Moe", True), ("DeepseekV3", False)])
-def test_logits_of_an_engine(family, live, tmp_path, monkeypatch):
-    """Transformers' FP8 loading of an export, and of a live model's tensors in its place, on the same routing. Its
-    activations are fp32, so what remains is FP8's error of ours. Wrong scales give ten times as much."""
-    adapter.register()
-    auto, options = transformers.AutoModelForCausalLM, dict(dtype=torch.bfloat16, experts_implementation="fp8_flow")
-    model = auto.from_config(config_of(family, **MASTER), **options).eval()
-    model.save_pretrained(tmp_path / "saved")
-    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8")
-    if live:
-        (file,) = (tmp_path / "fp8").glob("*.safetensors")
-        save_file({name: t for bucket in fp8_tensors(model) for name, t in bucket.items()}, file, {"format": "pt"})
-    fp8 = dict(quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.float32)
-    engine = auto.from_pretrained(tmp_path / "fp8", experts_implementation="grouped_mm", **fp8).eval()
-    tokens, errors = torch.randint(0, 256, (4, 64)), []
-    with torch.no_grad():
-        with record_routing(model) as routing:
-            want = model.float()(tokens).logits
-        with replay_routing(engine, routing.routed_experts()):
-            for _ in range(2):
-                errors.append(relative_error(engine(tokens).logits, want))
-                for module in engine.modules():
-                    if hasattr(module, "gate_up_proj"):
-                        module.gate_up_proj.mul_(2)
-    assert 1e-4 < errors[0] < 0.03 and errors[1] > 10 * errors[0], errors
-
-
 PUBLISHED = dict(DeepseekV3=torch.float32, Qwen3Moe=torch.bfloat16, Glm4Moe=torch.float32, MiniMaxM2=torch.float32)
 
 
 @pytest.mark.parametrize(("family", "dtype"), PUBLISHED.items())
-def test_published_checkpoints(family, dtype, tmp_path, monkeypatch, in_fp8):
+def test_published_checkpoints(family, dtype, tmp_path, export, in_fp8):
     """Their scales are no powers of two. Experts run as stored: as ``RoutedExperts.from_fp8``, near float64:
     rounding takes 0.3%. They leave with the values that they came with."""
     sizes = dict(hidden_size=256, moe_intermediate_size=128, intermediate_size=128)
     config = config_of(family, **sizes | (DENSE if family in ("DeepseekV3", "Glm4Moe") else {}))
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
-    export(monkeypatch, tmp_path / "saved", tmp_path / "fp8", "--quantize", ".experts.", "self_attn.")
+    export(tmp_path / "saved", tmp_path / "fp8", "--quantize", ".experts.", "self_attn.")
     ((file, written),) = ((file, load_file(file)) for file in (tmp_path / "fp8").glob("*.safetensors"))
     scales = {name: value for name, value in written.items() if name.endswith("_scale_inv")}
     written |= {name: (value * (1 + torch.rand_like(value))).to(dtype) for name, value in scales.items()}
@@ -237,7 +182,7 @@ def test_published_checkpoints(family, dtype, tmp_path, monkeypatch, in_fp8):
     adapter.register()
     options = dict(dtype=torch.bfloat16, experts_implementation="fp8_flow")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", **options).requires_grad_(False)
-    sent = {name: tensor for bucket in fp8_tensors(model) for name, tensor in bucket.items()}
+    sent = tensors_of(model)
     assert sent.keys() == written.keys()
     # Transformers 5.17 drops dims of 1 from scales, and dtypes of other tensors differ between its versions.
     for name, tensor in sent.items():
