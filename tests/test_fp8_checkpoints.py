@@ -1,7 +1,9 @@
-"""Stored FP8 weights whose block scales are no powers of two, as DeepSeek, Qwen, GLM and MiniMax publish them.
+"""Experts stored in FP8, also with block scales that are no powers of two, as DeepSeek, Qwen and GLM publish them.
 
 ``test_export_transformers.py`` loads such checkpoints with Transformers.
 """
+
+import io
 
 import pytest
 import torch
@@ -21,34 +23,48 @@ def make_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_weights(dtype: torch.dtype) -> list[Fp8Weight]:
+    """In e8m0 the scales are powers of two."""
     weights = [Fp8Weight.quantize(torch.randn(E, *shape, device=DEVICE)) for shape in ((H, D), (D, H), (H, D))]
+    if dtype == recipe.E8M0:
+        return weights
     scales = [recipe.exp2(recipe.exponent(weight.scale)) for weight in weights]
     return [
         Fp8Weight(w.q, (s * (0.05 + 0.1 * torch.rand_like(s))).to(dtype)) for w, s in zip(weights, scales, strict=True)
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_module_keeps_bits_of_scales(dtype: torch.dtype):
-    """Through casts, graphs and state dicts. It reads no scales of another dtype as its own."""
-    (w1, w2, w3), (x, ids, scores) = make_weights(dtype), make_inputs()
+INTEGERS = {recipe.E8M0: torch.uint8, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_module_keeps_bytes(dtype: torch.dtype):
+    """Through casts, graphs and state dicts. It shares a fused weight's memory, and reads no scales of another dtype as
+    its own."""
+    (w1, w2, w3), (x, ids, scores), ints = make_weights(dtype), make_inputs(), INTEGERS[dtype]
     experts = RoutedExperts.from_fp8(w1, w2, w3)
     want = routed_experts(x, w1, w2, w3, ids, scores)
-    state, ints = experts.state_dict(), torch.int32 if dtype == torch.float32 else torch.int16
+    state = experts.state_dict()
+    w13, w13_scale = experts.weights()[0]
+    assert_equal([w13_scale.view(ints)], [torch.cat([w1.scale.view(ints), w3.scale.view(ints)], 1)])
+    assert_equal([state["w13_scale"], state["w2_scale"]], [w13_scale.view(ints), w2.scale.view(ints)])
+    assert sum(p.nbytes for p in experts.parameters()) == 3 * E * D * H * (1 + dtype.itemsize / 128**2)
     torch._dynamo.reset()
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
-    assert_equal([state["w13_scale"].view(dtype)], [torch.cat([w1.scale, w3.scale], 1)])
-    assert_equal([state["w2_scale"]], [w2.scale.view(ints)])
     other = RoutedExperts.from_fp8(*(Fp8Weight(*map(torch.zeros_like, w)) for w in (w1, w2, w3)))
-    other.load_state_dict(state)
-    for module in (experts.bfloat16(), compiled, other):
+    torch.save(state, file := io.BytesIO())
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    fused = RoutedExperts.from_fp8(Fp8Weight(w13, w13_scale), w2)
+    assert fused.w13.data_ptr() == w13.data_ptr()
+    for module in (experts.float().bfloat16(), compiled, other, fused):
         assert torch.equal(module(x, ids, scores), want)
-    assert_equal([w.scale for w in experts.weights()], [state["w13_scale"].view(dtype), w2.scale])
-    powers = [Fp8Weight.quantize(w.dequantize()) for w in (w1, w2, w3)]
-    with refused(f"w2_scale is {ints}", "from_fp8", error=RuntimeError):
-        RoutedExperts.from_fp8(*powers).load_state_dict(state)
-    with refused("gate and up must share E, K and the dtype of scales"):
-        routed_experts(x, w1, w2, powers[2], ids, scores)
+    with pytest.raises(RuntimeError, match="floating point"):
+        experts.requires_grad_()
+    if dtype != recipe.E8M0:
+        powers = [Fp8Weight.quantize(w.dequantize()) for w in (w1, w2, w3)]
+        with refused(f"w2_scale is {ints}", "from_fp8", error=RuntimeError):
+            RoutedExperts.from_fp8(*powers).load_state_dict(state)
+        with refused("gate and up must share E, K and the dtype of scales"):
+            routed_experts(x, w1, w2, powers[2], ids, scores)
 
 
 @pytest.mark.parametrize("hidden", [80, 200])
