@@ -16,21 +16,21 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate import hooks
 from packaging.version import parse
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torchao.quantization import quantize_
+from transformers.integrations import finegrained_fp8, moe
 
-transformers = pytest.importorskip("transformers", "5.17")
-
-from transformers import Trainer, TrainingArguments  # noqa: E402
-from transformers.integrations import finegrained_fp8, moe  # noqa: E402
-
-from experiments.reference import relative_error  # noqa: E402
-from tests.layer import DEVICE, CastCounter, assert_equal, refused  # noqa: E402
-from tests.processes import run_checks, run_script  # noqa: E402
-from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe  # noqa: E402
-from titan_fp8moe import transformers as adapter  # noqa: E402
-from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
+from experiments.reference import relative_error
+from tests.layer import DEVICE, CastCounter, assert_equal, refused
+from tests.processes import run_checks, run_script
+from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe
+from titan_fp8moe import transformers as adapter
+from titan_fp8moe.export_fp8 import fp8_tensors
+from titan_fp8moe.torchao import is_moe
 
 T, D, H, E, K = 96, 256, 128, 6, 2
 VOCABULARY = 128
@@ -60,17 +60,11 @@ SINCE_5_23 = parse(transformers.__version__) >= parse("5.23")
 # Before, torch.compile passes no modules to functions whose result is a constant of the graph.
 MODULES_IN_GRAPHS = parse(torch.__version__).release >= (2, 13)
 # Not what the recipe serves, whatever the model's config. Some are newer than Transformers 5.17.
-REFUSED = {
-    "MuseSparkExperts": "its experts' outputs are normalized",
-}
+REFUSED = {"MuseSparkExperts": "its experts' outputs are normalized"}
 PADDED = ("AriaExperts", "GptOssExperts", "NemotronHExperts", "OpenAIPrivacyFilterExperts", "Qwen3MoeExperts")
-RELU2 = dict(mlp_hidden_act="relu2")
+RELU2, GELU = dict(mlp_hidden_act="relu2"), dict(hidden_activation="gelu_pytorch_tanh")
 # What a family has in the place of silu.
-ACTIVATION = {
-    "NemotronHExperts": RELU2,
-    "Gemma4TextExperts": dict(hidden_activation="gelu_pytorch_tanh"),
-    "DiffusionGemmaTextExperts": dict(hidden_activation="gelu_pytorch_tanh"),
-}
+ACTIVATION = {"NemotronHExperts": RELU2, "Gemma4TextExperts": GELU, "DiffusionGemmaTextExperts": GELU}
 
 
 def make_config(implementation: str = "eager", **changes: Any) -> SimpleNamespace:
@@ -101,14 +95,12 @@ def make_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Ten
 
 
 def step(experts: torch.nn.Module, implementation: str, inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor):
-    """Output and gradients of x, scores and parameters; None where nothing is trained."""
+    """Output and gradients of x, scores and the parameters that are trained."""
     experts.config._experts_implementation = implementation
     x, ids, scores = inputs[0].clone().requires_grad_(), inputs[1], inputs[2].clone().requires_grad_()
-    params = dict(experts.named_parameters())
     out = experts(x, ids, scores)
-    trained = [p for p in params.values() if p.requires_grad]
-    grads = torch.autograd.grad(out, [x, scores, *trained], dout)
-    return [out.detach(), *grads]
+    trained = [p for p in experts.parameters() if p.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, [x, scores, *trained], dout)]
 
 
 def assert_near_eager(experts: torch.nn.Module, x: Tensor) -> None:
@@ -172,14 +164,15 @@ def test_gates_are_found_by_their_values():
         assert 0.01 < relative_error(got, want) < ONE_LAYER  # gradients jump where values are clamped
 
 
-@pytest.mark.parametrize("state", ["bf16", "meta", "fake"])
+@pytest.mark.parametrize("state", ["bf16", "autocast", "meta", "fake"])
 def test_gates_are_found_in_any_state(state: str):
     """Whatever the process-wide defaults, and below modes that replace tensors."""
     nemotron = make_experts("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts", **RELU2)
     model = torch.nn.ModuleList([qwen3_experts(), nemotron, gpt_oss_experts(2.0)])
     for experts in model:
         experts.config._experts_implementation = "fp8_flow"
-    states = dict(bf16=contextlib.nullcontext(), meta=torch.device("meta"), fake=FakeTensorMode())
+    states = dict(bf16=contextlib.nullcontext(), autocast=torch.autocast("cpu", torch.bfloat16))
+    states |= dict(meta=torch.device("meta"), fake=FakeTensorMode())
     torch.set_default_dtype(torch.bfloat16 if state == "bf16" else torch.float32)
     try:
         with states[state]:
@@ -397,8 +390,8 @@ def test_families(family: str):
     assert loss == pytest.approx(want_loss, rel=5e-3)
     errors = {name: relative_error(grads[name], want[name]) for name in want if want[name].any()}
     # The router's gradients are differences of a token's score gradients, so their error varies more.
-    limits = {name: 0.3 if ".gate.weight" in name or "router" in name else ONE_LAYER for name in errors}
-    assert all(errors[name] < limits[name] for name in errors), sorted(errors.items(), key=lambda item: -item[1])[:5]
+    routers = {name: errors.pop(name) for name in [*errors] if ".gate.weight" in name or "router" in name}
+    assert max(errors.values()) < ONE_LAYER and max(routers.values()) < 0.3, (errors, routers)
     assert max(error for name, error in errors.items() if "experts." in name) > 0.01
 
 
@@ -426,7 +419,6 @@ def other_layer(layer: Any, x: Tensor) -> Tensor:
 
 
 def hooked(module: Any) -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
     hooks.add_hook_to_module(module, hooks.ModelHook())
 
 
@@ -549,34 +541,6 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
     assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
 
 
-def train(model: Any, folder: Path, **arguments: Any) -> list[float]:
-    """Losses of Trainer on sequences that repeat four tokens."""
-    data = [{"input_ids": row, "labels": row} for row in (torch.randint(3, 20, (64, 4)).repeat(1, 8))]
-    settings = dict(
-        output_dir=str(folder), max_steps=8, per_device_train_batch_size=4, learning_rate=2e-3, logging_steps=1,
-        report_to=[], save_strategy="no", disable_tqdm=True, seed=0, use_cpu=DEVICE == "cpu",
-        lr_scheduler_type="constant",
-    )  # fmt: skip
-    trainer = Trainer(model, TrainingArguments(**settings | arguments), train_dataset=data)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_trainer(tmp_path: Path):
-    """With bf16 autocast, gradient accumulation and checkpointing: the loss falls as fp32's."""
-    first, losses = make_model(num_hidden_layers=1), []
-    for implementation in ("eager", "fp8_flow"):
-        model = make_model(num_hidden_layers=1)
-        model.load_state_dict(first.state_dict())
-        model.set_experts_implementation(implementation)
-        torch.manual_seed(0)
-        options = dict(gradient_accumulation_steps=2, gradient_checkpointing=implementation == "fp8_flow")
-        losses.append(train(model, tmp_path, bf16=True, **options))
-    eager, found = losses
-    assert found[-1] < 0.8 * found[0] and found != eager
-    assert found == pytest.approx(eager, rel=0.02)
-
-
 def test_save_and_load(tmp_path: Path):
     """Checkpoints do not know of FP8: the same files, loaded with and without it."""
     auto, model = transformers.AutoModelForCausalLM, make_model(experts_implementation="fp8_flow")
@@ -602,9 +566,6 @@ def test_save_and_load(tmp_path: Path):
 
 def test_quantize_of_torchao():
     """As the registry, for the layers that a filter names; what does not fit is refused."""
-    quantize_ = pytest.importorskip("torchao.quantization").quantize_
-    from titan_fp8moe.torchao import is_moe
-
     config, tokens = Fp8FlowMoEConfig(save_h="fp8"), make_tokens()
     adapter.register(config)
     registered, model = make_model(experts_implementation="fp8_flow"), make_model()
