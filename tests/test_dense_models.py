@@ -53,16 +53,13 @@ def test_gradients_are_fp32s_but_for_fp8_noise(caplog, model_name: str):
     assert len(converted) == 10 and min(converted) > 0.01, errors
 
 
-@pytest.mark.parametrize(
-    ("flags", "way"),
-    [
-        ([], "dense blocks 0, 1 compile as one graph each"),
-        (
-            ["--fp8_flow_moe.statistics_every=1000", "--metrics.enable_tensorboard"],
-            "dense blocks 0, 1 compile as one graph up to the FFN: fp8_flow_moe.statistics_every",
-        ),
-    ],
-)
+COUNT = ["--fp8_flow_moe.statistics_every=1000", "--metrics.enable_tensorboard"]
+
+
+@pytest.mark.parametrize(("flags", "way"), [
+    ([], "dense blocks 0, 1 compile as one graph each"),
+    (COUNT, "dense blocks 0, 1 compile as one graph up to the FFN: fp8_flow_moe.statistics_every"),
+])  # fmt: skip
 def test_blocks_compile(caplog, flags: list[str], way: str):
     """All blocks share one graph, whose numbers are eager ones'."""
     torch._dynamo.reset()

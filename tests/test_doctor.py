@@ -86,7 +86,7 @@ def test_gpus_without_the_format_are_refused(gpu, capability, hip):
     assert not checked
 
 
-@pytest.mark.parametrize("case", self_check._cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*self_check._cases()], ids=lambda case: case.name)
 def test_a_wrong_element_is_found(monkeypatch, case):
     """In any result of any op; where an exponential is allowed its last bits, one in 64."""
     run = self_check._run
@@ -97,8 +97,7 @@ def test_a_wrong_element_is_found(monkeypatch, case):
             results = run(case, "cpu")
             if device == "cuda":
                 spoil = results[index] = results[index].clone(memory_format=torch.contiguous_format)
-                raw = spoil.view(torch.uint8).view(-1)
-                size = spoil.itemsize
+                raw, size = spoil.view(torch.uint8).view(-1), spoil.itemsize
                 raw[size - 1 :: 64 * size if case.nearly else raw.numel()] ^= 0x40 if case.nearly else 1
             return results
 
@@ -144,16 +143,13 @@ def test_without_a_gpu(capsys, tmp_path, monkeypatch):
     assert f"ptxas        {version}, {tmp_path}/ptxas\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "where, hip, wrong, code, said",
-    [
-        (HOPPER, None, [], 0, "agree with the specification\n"),
-        (((9, 0), "2.13", "3.6"), None, ["grouped_mm"], 1, "kernels      differ: grouped_mm"),
-        (((8, 0), "2.11", "3.6"), None, [], 1, "not run: the FP8 kernels need an NVIDIA GPU"),
-    ],
-)
-def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, hip, wrong, code, said):
-    gpu(where, hip, wrong)
+@pytest.mark.parametrize(("where", "wrong", "code", "said"), [
+    (HOPPER, [], 0, "agree with the specification\n"),
+    (((9, 0), "2.13", "3.6"), ["grouped_mm"], 1, "kernels      differ: grouped_mm"),
+    (((8, 0), "2.11", "3.6"), [], 1, "not run: the FP8 kernels need an NVIDIA GPU"),
+])  # fmt: skip
+def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, wrong, code, said):
+    gpu(where, wrong=wrong)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert doctor.main() == code
     printed = capsys.readouterr().out

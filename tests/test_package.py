@@ -14,9 +14,7 @@ from packaging.requirements import Requirement
 import titan_fp8moe
 
 ROOT = Path(__file__).parents[1]
-NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv*", "outputs", "build", "*.egg-info", "__pycache__", ".*_cache", "*.gz"
-)
+NOT_COPIED = ".git", ".venv*", "outputs", "build", "*.egg-info", "__pycache__", ".*_cache", "*.gz"
 
 
 def run(command: list[str], folder: Path) -> None:
@@ -34,20 +32,15 @@ def files_below(folder: Path, *patterns: str) -> set[str]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, because setuptools writes into the folder that it builds from."""
-    return shutil.copytree(ROOT, tmp_path_factory.mktemp("checkout") / "source", ignore=NOT_COPIED)
+    copy = tmp_path_factory.mktemp("checkout") / "source"
+    return shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
 
 
-@pytest.fixture(scope="module")
-def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+def test_wheel_has_the_package_and_nothing_else(checkout: Path, tmp_path: Path):
     pip = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-index", "--no-deps"]
-    run([*pip, "--no-build-isolation", "--wheel-dir", str(out), "."], checkout)
-    (built,) = out.iterdir()
-    return built
-
-
-def test_wheel_has_the_package_and_nothing_else(wheel: Path):
-    with zipfile.ZipFile(wheel) as archive:
+    run([*pip, "--no-build-isolation", "--wheel-dir", str(tmp_path), "."], checkout)
+    (built,) = tmp_path.iterdir()
+    with zipfile.ZipFile(built) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         text = archive.read(metadata).decode()

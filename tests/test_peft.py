@@ -3,22 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from transformers import GptOssConfig, GptOssForCausalLM
 
-pytest.importorskip("transformers", "5.17")
-peft = pytest.importorskip("peft", "0.21")
-
-from peft.tuners.lora import ParamWrapper  # noqa: E402
-from torch.nn.functional import cosine_similarity  # noqa: E402
-from transformers import GptOssConfig, GptOssForCausalLM  # noqa: E402
-
-from experiments.reference import relative_error  # noqa: E402
-from tests.layer import DEVICE, CastCounter, assert_equal  # noqa: E402
-from tests.patched import undone  # noqa: E402
-from tests.processes import run_checks  # noqa: E402
-from tests.test_transformers import (  # noqa: E402
+from experiments.reference import relative_error
+from tests.layer import DEVICE, CastCounter, assert_equal
+from tests.patched import undone
+from tests.processes import run_checks
+from tests.test_transformers import (
     bind,
     fp8_experts,
     loss_and_grads,
@@ -27,9 +24,9 @@ from tests.test_transformers import (  # noqa: E402
     make_tokens,
     other_experts,
 )
-from titan_fp8moe import transformers as adapter  # noqa: E402
-from titan_fp8moe.export_fp8 import fp8_tensors  # noqa: E402
-from titan_fp8moe.peft import _hand_over, take_over  # noqa: E402
+from titan_fp8moe import transformers as adapter
+from titan_fp8moe.export_fp8 import fp8_tensors
+from titan_fp8moe.peft import _hand_over, take_over
 
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

@@ -1,9 +1,9 @@
 """What a user without a trainer meets: the module, the example, determinism."""
 
 import copy
-import importlib.util
 import itertools
 import re
+import runpy
 import subprocess
 
 import pytest
@@ -15,25 +15,12 @@ from torch.utils.checkpoint import checkpoint
 from experiments import reference
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
 from tests.processes import ROOT, run_script, run_workers
-from titan_fp8moe import (
-    Adapter,
-    Fp8FlowMoEConfig,
-    Lora,
-    RoutedExperts,
-    SharedExperts,
-    recipe,
-    routed_experts,
-)
+from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Lora, RoutedExperts, SharedExperts, recipe, routed_experts
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.parallel import local_of
 
 EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
-
-
-@pytest.fixture
-def mesh(group):
-    return init_device_mesh("cpu", (1,))
 
 
 def last_loss(done: subprocess.CompletedProcess) -> float:
@@ -50,13 +37,10 @@ def test_example():
 
 def test_gradients_of_the_example():
     """Adam hides a gradient's size, so the example's losses do not show it."""
-    spec = importlib.util.spec_from_file_location("plain_pytorch", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    torch.manual_seed(0)
-    models = example.ReferenceMoE(), example.MoE()
+    example = runpy.run_path(EXAMPLE)
+    models = example["ReferenceMoE"](), example["MoE"]()
     models[1].load_state_dict(models[0].state_dict())
-    x = torch.randn(example.TOKENS, example.DIM)
+    x = torch.randn(example["TOKENS"], example["DIM"])
     for model in models:
         model(x).square().mean().backward()
     for want, got in zip(*(model.parameters() for model in models), strict=True):
@@ -88,9 +72,8 @@ def test_what_a_module_draws(group, activation, bias):
         torch.manual_seed(0)
         return RoutedExperts(num_experts, D, H, **(dict(activation=activation, bias=bias) | options)), torch.rand(1)
 
-    (module, after), one, spread, *others = (
-        draw(), draw(1), draw(ep_group=group), draw(bias=False), draw(activation="swiglu")
-    )  # fmt: skip
+    (module, after), one, spread = draw(), draw(1), draw(ep_group=group)
+    others = draw(bias=False), draw(activation="swiglu")
     shapes = dict(w1=(E, H, D), w2=(E, D, H), w3=(E, H, D), b1=(E, H), b2=(E, D), b3=(E, H))
     shapes = {n: s for n, s in shapes.items() if (n[0] == "w" or bias) and (n[1] != "3" or activation == "swiglu")}
     assert {name: p.shape for name, p in module.named_parameters()} == shapes
@@ -146,10 +129,11 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize("sharded", ["experts", "block", "both"])
 @pytest.mark.parametrize("early", [True, False], ids=["hook_first", "fsdp_first"])
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None], ids=str)
-def test_scores_stay_fp32_under_fsdp(mesh, sharded, early, param_dtype):
+def test_scores_stay_fp32_under_fsdp(group, sharded, early, param_dtype):
     """FSDP2's mixed precision casts a module's floating-point arguments, but not the module's scores: for hooks, for
     subclasses and for the layer."""
-    block, seen, policy = Block(), [], MixedPrecisionPolicy(param_dtype=param_dtype)
+    block, seen, mesh = Block(), [], init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
 
     def hook(_, args, kwargs):
         seen.append([args[0].dtype, args[2].dtype])
@@ -169,18 +153,14 @@ def test_scores_stay_fp32_under_fsdp(mesh, sharded, early, param_dtype):
     assert counter.args["routed_experts_forward"][3].dtype == torch.float32  # scores of shared experts
     out.sum().backward()
     assert seen == [[param_dtype or torch.float32, torch.float32]] * 2
-    for weight in (block.experts.w1, block.router.weight):
-        grad = weight.grad.to_local() if hasattr(weight.grad, "to_local") else weight.grad
-        assert grad.any()
+    assert all(local_of(weight.grad).any() for weight in (block.experts.w1, block.router.weight))
 
 
 def test_flops_are_counted():
     """Of all rows that there is room for; columns that are padded count. A backward multiplies twice as much,
     besides the GEMM that it repeats."""
     x, scores, ids, weights = make_layer()
-    x.requires_grad_()
-    for w in weights:
-        w.requires_grad_()
+    x, *weights = (t.requires_grad_() for t in (x, *weights))
     narrow = [w[:, :112] if i != 1 else w[:, :, :112] for i, w in enumerate(weights)]
     dense, part = (ExpertWeights(*(w[0] for w in ws)) for ws in (weights, narrow))
     lora = Lora(*(Adapter(w.new_zeros(E, 8, w.shape[2]), w.new_zeros(E, w.shape[1], 8), 1.0) for w in weights))

@@ -16,6 +16,7 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.reference import make_layer
 from tests import test_cpu_training
+from tests.layer import DEVICE
 from titan_fp8moe import Fp8FlowLinear, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
@@ -27,7 +28,6 @@ from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import fix_shape_inference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 corpus = test_cpu_training.corpus
 
 
@@ -45,11 +45,10 @@ def rows(x: torch.Tensor) -> Rows:
 
 def figures(x, a, dy, dh, weights, token_M, wgrad="balanced") -> dict[str, float]:
     offsets = torch.tensor([token_M.shape[0]], dtype=torch.int32, device=DEVICE)
-    statistics.collect()
-    operands = {
-        kind: statistics.Operand(kind, rows(t), 1, t.shape[1]) for kind, t in dict(x=x, a=a, dy=dy, dh=dh).items()
-    }
-    pairs = [(operands["x"], operands["dh"]), (operands["a"], operands["dy"])]
+    pairs = [
+        tuple(statistics.Operand(kind, rows(t), 1, t.shape[1]) for kind, t in pair.items())
+        for pair in (dict(x=x, dh=dh), dict(a=a, dy=dy))
+    ]
     gate, down, up = weights
     statistics.record(pairs, [(gate, up), (down,)], offsets, token_M, wgrad)
     return statistics.summarize(statistics.take(DEVICE))
@@ -158,10 +157,8 @@ def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
     torch.manual_seed(0)
     *_, weights, _ = make_inputs()
     M = 384
-    x, a, dy, dh = (
-        torch.randn(M, n, device=DEVICE) * torch.exp2(4 * torch.randn(M, 1, device=DEVICE))
-        for n in (256, 128, 256, 256)
-    )
+    sizes = torch.exp2(4 * torch.randn(4, M, 1, device=DEVICE))
+    x, a, dy, dh = (torch.randn(M, n, device=DEVICE) * s for n, s in zip((256, 128, 256, 256), sizes, strict=True))
     token_M = torch.arange(M, dtype=torch.int32, device=DEVICE)
     result = figures(x, a, dy, dh, weights, token_M, wgrad)
     offsets = torch.tensor([M], dtype=torch.int32, device=DEVICE)
@@ -169,9 +166,8 @@ def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
         pair = [rows(t) for t in pair]
         transposed = ops.transpose_pair(*pair[0], *pair[1], offsets, wgrad)
         balance = recipe.balance_exponent(pair[0].scale, pair[1].scale) * (wgrad == "balanced")
-        for kind, source, result_t, moved in zip(
-            kinds, pair, (transposed[:2], transposed[2:]), (-balance, balance), strict=True
-        ):
+        results = transposed[:2], transposed[2:]
+        for kind, source, result_t, moved in zip(kinds, pair, results, (-balance, balance), strict=True):
             before = recipe.dequantize(*source) * torch.exp2(moved.float()).unsqueeze(1)
             after = recipe.dequantize(*result_t).t()
             nonzero = before != 0
@@ -212,7 +208,7 @@ def test_recomputation_counts_once(recompute):
     assert exponents[:, 1:].sum(1).tolist() == [400, 400, 400, 800, 12]
 
 
-def test_shape_inference_leaves_no_trace(monkeypatch):
+def test_shape_inference_leaves_no_trace(group, monkeypatch):
     """Pipelines run made-up tokens through a stage at first and after each validation. They count nowhere, raise no NaN
     flag, and go to all experts alike."""
     fix_shape_inference()
@@ -221,35 +217,25 @@ def test_shape_inference_leaves_no_trace(monkeypatch):
     monkeypatch.setattr(PipelineStage, "_to_tensor", made_up, raising=False)
     route, routed = ops.expert_routing, []
     monkeypatch.setattr(ops, "expert_routing", lambda ids, *args: routed.append(ids) or route(ids, *args))
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        moe = MoE(MoEArgs(num_experts=4, top_k=2), 128, 128)
-        with torch.no_grad():
-            moe.init_weights(0.05, torch.device("cpu"))
-        Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
-        moe.experts.nan_flags = torch.zeros(2, 16, dtype=torch.uint8)
-        stage = PipelineStage(nn.Sequential(checkpoint_wrapper(moe)), 0, 1, torch.device("cpu"))
-        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, _: out.sum())
-        x = torch.randn(2, 64, 128, requires_grad=True)
+    moe = MoE(MoEArgs(num_experts=4, top_k=2), 128, 128)
+    with torch.no_grad():
+        moe.init_weights(0.05, torch.device("cpu"))
+    Fp8FlowMoE.convert(moe, Fp8FlowMoEConfig())
+    moe.experts.nan_flags = torch.zeros(2, 16, dtype=torch.uint8)
+    stage = PipelineStage(nn.Sequential(checkpoint_wrapper(moe)), 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda out, _: out.sum())
+    x = torch.randn(2, 64, 128, requires_grad=True)
+    pairs = x.shape[:2].numel() * 2
+    for _ in range(2):
         statistics.collect()
         schedule.step(x, target=x)
-        counts = [statistics.take("cpu")]
+        _, tiles, _, nan_tiles, _ = statistics.take("cpu").split(statistics._SIZES, 1)
+        assert tiles[0, 1:].sum() == pairs and not nan_tiles.any()
         with torch.no_grad():
             schedule.eval(x, target=x)
-        statistics.collect()
-        schedule.step(x, target=x)
-        counts.append(statistics.take("cpu"))
-    finally:
-        torch.distributed.destroy_process_group()
-    for count in counts:
-        rows = count.split(statistics._SIZES, 1)[1][0, 1:].sum()
-        assert rows == x.shape[:2].numel() * 2
-        assert not count.split(statistics._SIZES, 1)[3].any()  # tiles of NaN
     assert not moe.experts.nan_flags.any()
     assert torch.equal(torch.bincount(routed[0].flatten()), torch.full((4,), 32))
-    # Each microbatch once and once more when it is recomputed, in both steps.
-    assert moe.tokens_per_expert.sum() == 2 * 2 * x.shape[:2].numel() * 2
+    assert moe.tokens_per_expert.sum() == 2 * 2 * pairs  # of two steps; each microbatch is recomputed once
 
 
 def test_steps(monkeypatch):
@@ -277,13 +263,8 @@ def test_steps(monkeypatch):
 
 def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):
     """Two ranks with expert parallelism and full checkpointing: every second step, beside the losses."""
-    overrides = [
-        "--training.steps=5",
-        "--fp8_flow_moe.statistics_every=2",
-        "--metrics.enable_tensorboard",
-        "--parallelism.expert_parallel_degree=2",
-        "--activation_checkpoint.mode=full",
-    ]
+    overrides = ["--training.steps=5", "--fp8_flow_moe.statistics_every=2", "--metrics.enable_tensorboard"]
+    overrides += [*test_cpu_training.EP2, "--activation_checkpoint.mode=full"]
     test_cpu_training.train(corpus, tmp_path, ["fp8_flow_moe"], 2, overrides)
     (folder,) = (tmp_path / "tb").iterdir()
     events = EventAccumulator(str(folder))

@@ -19,22 +19,13 @@ from titan_fp8moe.trainer import cpu as trainer_cpu
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-    "package, version, warned",
-    [
-        ("torch", "2.10.1", True),
-        ("torch", "2.11.0+cu130", False),
-        ("torch", "2.15.0+cu132", False),
-        ("torch", "2.16.0a0+git12345", True),
-        ("triton", "3.4.0", True),
-        ("triton", "3.9.1", False),
-        ("triton", "3.10.0", True),
-        ("torchtitan", "0.3.0", True),
-        ("torchtitan", "0.2.2", False),
-        ("torchao", "0.19.0", True),
-        ("torchao", None, False),
-    ],
-)
+@pytest.mark.parametrize(("package", "version", "warned"), [
+    *(("torch", version, True) for version in ("2.10.1", "2.16.0a0+git12345")),
+    *(("torch", version, False) for version in ("2.11.0+cu130", "2.15.0+cu132")),
+    ("triton", "3.4.0", True), ("triton", "3.9.1", False), ("triton", "3.10.0", True),
+    ("torchtitan", "0.3.0", True), ("torchtitan", "0.2.2", False),
+    ("torchao", "0.19.0", True), ("torchao", None, False),
+])  # fmt: skip
 def test_versions_that_were_never_tested(monkeypatch, package, version, warned):
     monkeypatch.setattr(versions, "installed", lambda name: version if name == package else None)
     with warnings.catch_warnings(record=True) as caught:
@@ -82,16 +73,10 @@ def test_an_import_changes_nothing():
     assert ("uses the CPU and gloo" in done.stderr) == (not torch.cuda.is_available())
 
 
-@pytest.mark.parametrize(
-    "built_for, visible, has_gpu, ends",
-    [
-        ("13.0", None, True, "set CUDA_VISIBLE_DEVICES="),
-        ("13.0", "0", True, "set CUDA_VISIBLE_DEVICES="),
-        (None, None, True, "reached"),
-        ("13.0", "", True, "reached"),
-        ("13.0", None, False, "reached"),
-    ],
-)
+@pytest.mark.parametrize(("built_for", "visible", "has_gpu", "ends"), [
+    *(("13.0", visible, True, "set CUDA_VISIBLE_DEVICES=") for visible in (None, "0")),
+    (None, None, True, "reached"), ("13.0", "", True, "reached"), ("13.0", None, False, "reached"),
+])  # fmt: skip
 def test_a_gpu_without_a_driver_does_not_train_on_the_cpu(monkeypatch, caplog, built_for, visible, has_gpu, ends):
     """On a node of a GPU job it would wait for the others with another backend."""
     monkeypatch.setattr(torch.version, "cuda", built_for)
