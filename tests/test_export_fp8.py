@@ -322,7 +322,7 @@ def test_what_the_published_model_has_in_fp32(job, export, checkpoint, tmp_path,
 
 
 def test_a_folder_of_the_job(export_job, job_state, tmp_path):
-    """With --config the converter says what is FP8 in a folder too, and the model what should be there."""
+    """With --config the converter says what is FP8 in a folder too."""
     folder = write(tmp_path / "hf", job_state, TINY)
     assert "57 matrices in FP8" in export_job(*FROM_BF16.split(), "--verify", folder=folder)
 

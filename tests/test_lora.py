@@ -180,7 +180,6 @@ def test_module_refuses(group):
 def test_adapters_under_fsdp(group, policy):
     """FSDP shards trained adapters and frozen experts in one group."""
     x, scores, ids, _ = make_layer()
-    torch.manual_seed(0)
     plain = make_module()
     plain.add_lora(8, 8)
     fill(plain)

@@ -1,7 +1,7 @@
 """A converted layer by itself: what a recomputation routes, which tokens count, and whose tokens a rank sends."""
 
 import functools
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,11 +67,10 @@ def test_only_tokens_of_training_count_for_load_balancing():
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(0, 2), (1, 4), (5, 2), (8, 4)])
 def test_each_token_is_sent_by_one_tensor_parallel_rank(tokens: int, ranks: int):
-    topk_ids_TK = torch.randint(8, (tokens, 3))
-    sent = [
-        _of_this_rank(topk_ids_TK, SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank))
-        for rank in range(ranks)
-    ]
+    topk_ids_TK, mesh, sent = torch.randint(8, (tokens, 3)), Mock(), []
+    mesh.size.return_value = ranks
+    for mesh.get_local_rank.return_value in range(ranks):
+        sent.append(_of_this_rank(topk_ids_TK, mesh))
     served = torch.stack([part >= 0 for part in sent])
     assert torch.equal(served.sum(0), torch.ones_like(topk_ids_TK))
     assert torch.equal(torch.stack(sent).amax(0), topk_ids_TK)
