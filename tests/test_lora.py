@@ -9,19 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from experiments import reference
-from tests.layer import DEVICE, CastCounter, gradients, refused, saved_bytes
+from tests.layer import DEVICE, CastCounter, D, E, H, gradients, make_layer, refused, saved_bytes
 from tests.processes import run_script
 from titan_fp8moe import Adapter, Fp8Weight, Lora, RoutedExperts, recipe, routed_experts
 from titan_fp8moe.ops import lora as lora_ops
 
-T, D, H, E, K = 300, 256, 128, 8, 3
 SCALE = 0.5
 NAMES = Lora._fields
-
-
-def make_layer(tokens=T):
-    """x, scores, ids and the frozen weights."""
-    return reference.make_layer(tokens, D, H, E, K, device=DEVICE)
 
 
 def make_lora(weights, rank=8, names=NAMES, size=0.3):
