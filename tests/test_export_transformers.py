@@ -91,7 +91,8 @@ def read_deepseek(folder: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_is_read_back(family, tmp_path, export):
     """From files and as a live model's tensors. The rest stays, routers in fp32 too. A wrong scale is off by 30%."""
-    if family == "NemotronH" and TorchVersion(transformers.__version__) < (5, 18):
+    old = TorchVersion(transformers.__version__) < (5, 18)
+    if family == "NemotronH" and old:
         pytest.skip("Transformers 5.17 refuses these kinds of layers")
     torch.manual_seed(0)
     model = family_model(family, tmp_path / "hf")
@@ -106,7 +107,8 @@ def test_each_family_is_read_back(family, tmp_path, export):
             continue
         assert 0 < relative_error(got[name], value.float()) < 0.04, name
     fp32 = {name for name, value in want.items() if value.dtype == torch.float32}
-    assert all(any(name.endswith(part) for name in fp32) for part in FAMILIES[family][1]), fp32
+    kept = [part for part in FAMILIES[family][1] if part != GATE or not old]  # Transformers 5.17 has bf16 gates
+    assert all(any(name.endswith(part) for name in fp32) for part in kept), fp32
     live, files = tensors_of(model), load(tmp_path / "fp8")
     assert live.keys() == files.keys()
     assert_equal(live.values(), [files[name] for name in live])
