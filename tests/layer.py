@@ -73,13 +73,13 @@ def run(x, scores, chosen, weights, dout, config, score_before=False):
 
 
 def apply_layer(
-    x, weights, ids, scores, *, config, score_before_experts=False, shared=None, shared_cache=None,
+    x, weights, ids, scores, *, config, score_before_experts=False, meanwhile=None, shared=None, shared_cache=None,
     shared_frozen=False, shared_scores=None, **experts,
 ):  # fmt: skip
     """:func:`titan_fp8moe.layer.run.run_layer`, which modules call; ``experts``: other fields of Experts."""
     expert = ExpertSpec(score_before_experts=score_before_experts)
     ffn = None if shared is None else Shared(shared, shared_cache, shared_frozen, shared_scores)
-    return run_layer(x, ids, scores, Experts(weights, config, expert=expert, **experts), ffn)
+    return run_layer(x, ids, scores, Experts(weights, config, expert=expert, **experts), ffn, meanwhile)
 
 
 FUNCTIONS = {

@@ -138,7 +138,8 @@ def test_compiling_a_module_leaves_the_buffers_of_others():
     x, (scores, ids) = torch.randn(8, 128, device=DEVICE), torch.rand(8, 2, device=DEVICE).topk(1)
     want = one(x, ids, scores)
     torch.compile(other, backend="eager")(x, ids, scores)
-    average = copy.deepcopy(alike)
+    average, another = copy.deepcopy(alike), copy.deepcopy(alike)
+    assert average.cache.kind == another.cache.kind != alike.cache.kind  # blocks made of copies share a graph
     assert torch.equal(one(x, ids, scores), want) and alike.cache.copies is None
     torch.compile(one, backend="eager")(x, ids, scores)
     assert alike.cache.copies is not None

@@ -61,6 +61,16 @@ def test_one_leaf_alone_gets_its_gradient(alone):
     assert torch.equal(inputs[alone].grad, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_outputs_can_change_in_place(dtype):
+    """As those of ``nn.Linear``: by an activation or a residual."""
+    x, *weights = (t.detach().to(dtype).requires_grad_() for t in leaves())
+    square = torch.randn(128, D, device=DEVICE, dtype=dtype, requires_grad=True)
+    for layer in (lambda: linear(x, square, DEFAULTS), lambda: ffn([x, *weights])):
+        (want,), (got,) = (torch.autograd.grad(out.sum(), x) for out in (layer().relu(), layer().relu_()))
+        assert torch.equal(got, want)
+
+
 def test_modules_keep_their_parameter():
     stock = torch.nn.Linear(256, 128, bias=False, device=DEVICE)
     weight = stock.weight

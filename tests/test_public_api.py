@@ -184,3 +184,22 @@ def test_flops_are_counted():
             with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
                 out.sum().backward()
             assert counter.get_total_flops() == 2 * backward
+
+
+def test_a_subclass_with_a_router():
+    """It has another forward, and a parameter of its own, which the experts' initialization leaves alone."""
+
+    class Routed(RoutedExperts):
+        def __init__(self):
+            super().__init__(E, D, H)
+            self.gate = torch.nn.Parameter(torch.ones(E, D))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores, ids = torch.softmax(x @ self.gate.T, -1).topk(K)
+            return super().forward(x, ids, scores)
+
+    layer = Routed()
+    layer.reset_parameters()
+    assert (layer.gate == 1).all()
+    layer(torch.randn(T, D)).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())

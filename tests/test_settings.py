@@ -10,7 +10,7 @@ from torchtitan.config import ConfigManager
 
 from tests.jobs import CUSTOM_MODULE, cpu_only, make_config  # noqa: F401
 from tests.layer import refused
-from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts
 
 
 def test_wrong_value_in_toml(tmp_path: Path):
@@ -44,3 +44,10 @@ def test_help_lists_the_settings(capsys: pytest.CaptureFixture):
     assert {name for name in options if not name.startswith("no-")} == names
     choices = ",".join(get_args(get_type_hints(Fp8FlowMoEConfig)["wgrad"])).replace("_", "-")
     assert f"--fp8-flow-moe.wgrad {{{choices}}} How the two FP8 operands" in help_
+
+
+def test_a_setting_assigned_later():
+    config = Fp8FlowMoEConfig()
+    config.recompute = "full"  # type: ignore[assignment]
+    with refused("fp8_flow_moe.recompute is 'full'"):
+        RoutedExperts(4, 128, 128, config=config)

@@ -264,7 +264,7 @@ def test_steps(monkeypatch):
 def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):
     """Two ranks with expert parallelism and full checkpointing: every second step, beside the losses."""
     overrides = ["--training.steps=5", "--fp8_flow_moe.statistics_every=2", "--metrics.enable_tensorboard"]
-    overrides += [*test_cpu_training.EP2, "--activation_checkpoint.mode=full"]
+    overrides += ["--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=full"]
     test_cpu_training.train(corpus, tmp_path, ["fp8_flow_moe"], 2, overrides)
     (folder,) = (tmp_path / "tb").iterdir()
     events = EventAccumulator(str(folder))

@@ -12,6 +12,7 @@ from tests.jobs import make_config, make_model
 from tests.layer import DEVICE, refused
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts
 from titan_fp8moe.torchao import is_moe, linears
+from titan_fp8moe.trainer.experts import Fp8FFN
 
 
 class Model(nn.Module):
@@ -88,8 +89,15 @@ def test_with_torchaos_float8_linears(experts_first):
     assert all(value.isfinite().all() for value in step(model).values())
 
 
+def dense_in_fp8() -> nn.Module:
+    model = nn.Sequential(nn.Linear(128, 128, bias=False))
+    quantize_(model, Fp8FlowMoEConfig())
+    return model
+
+
 CONFIG = Fp8FlowMoEConfig
 REFUSALS = [
+    (dense_in_fp8, CONFIG(wgrad="bf16"), {}, "Sequential has no linear, but for its output, that is not FP8 already"),
     (Model, CONFIG(), {}, "Model has MoE layers, and torchao's default filter"),
     (Model, CONFIG(), dict(filter_fn=linears("wo", "wx")), "'wx', which matches no linear"),
     (Model, CONFIG(), dict(filter_fn=lambda module, _: isinstance(module, Model)), "cannot convert Model"),
@@ -118,3 +126,21 @@ def test_a_refusal_converts_nothing(linear, said):
     with refused(said):
         Fp8FlowLinear.convert(linear, Fp8FlowMoEConfig())
     assert {type(module) for module in model} == {nn.Linear}
+
+
+def test_no_part_selects_no_linear():
+    with refused("linears() selects no linear"):
+        linears()
+
+
+def test_adapters_of_an_ffn_are_refused():
+    """An FP8 FFN reads the weights of its linears, and would not call what PEFT puts in their place."""
+    model = make_model(make_config(), device="cpu")
+    quantize_(model, Fp8FlowMoEConfig(), filter_fn=is_moe)
+    ffn = next(module for module in model.modules() if isinstance(module, Fp8FFN))
+    plain, adapted = ffn.w1, nn.Module()
+    adapted.weight = plain.weight
+    for changed in (adapted, nn.Linear(plain.in_features, plain.out_features)):
+        ffn.w1 = changed
+        with refused(f"{type(changed).__name__} adds nothing in an FP8 FFN"):
+            ffn.run(torch.randn(4, plain.in_features))

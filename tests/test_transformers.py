@@ -540,6 +540,7 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
             assert all(relative_error(grad, want_grads[name]) < 0.05 for name, grad in grads.items())
         assert any("experts" in name for name in grads) != frozen
     assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
+    assert len({m.fp8_flow_cache.kind for m in experts}) == 1  # or each layer, compiled alone, would have a graph
 
 
 def test_trainer(tmp_path: Path):

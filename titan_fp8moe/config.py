@@ -114,7 +114,7 @@ class Fp8FlowMoEConfig:
         return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(Fp8FlowMoEConfig).items():
+        for name, hint in _HINTS.items():
             value = getattr(self, name)
             ok, expected = _check_value(value, hint)
             if not ok:
@@ -144,6 +144,7 @@ def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
 RECIPE = "wgrad", "save_h", "recompute"
 TRANSPORT = "dispatch", "dispatch_capacity"
 CACHE = "cache_weights", "cache_layouts"
+_HINTS = get_type_hints(Fp8FlowMoEConfig)
 _DEFAULTS = Fp8FlowMoEConfig()
 _DEFAULT_VALUES = tuple(vars(_DEFAULTS).items())  # PyTorch 2.11 traces no items() of an instance's dict
 
@@ -164,6 +165,8 @@ def require_config(config: Any, owner: str, *settings: str) -> None:
         )
     if config == _DEFAULTS:  # the most frequent case first: routed_experts asks in every forward
         return
+    if not torch.compiler.is_compiling():
+        config.__post_init__()  # what was assigned since
     for name, default in _DEFAULT_VALUES:
         if name not in settings and getattr(config, name) != default:
             raise ValueError(f"{name} has no effect on {owner}; leave it out of the config")

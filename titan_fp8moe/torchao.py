@@ -57,8 +57,11 @@ def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
     ``attention.wq_b.``.
 
     Raises:
-        ValueError: from ``quantize_``, for a part that matches no linear of the model.
+        ValueError: without a part; from ``quantize_``, for a part that matches no linear of the model.
     """
+
+    if not parts:
+        raise ValueError("linears() selects no linear; name parts of fully qualified names, such as 'attention.'")
 
     def matches(name: str, module: nn.Module, part: str) -> bool:
         return isinstance(module, nn.Linear) and part in f"{name}."
@@ -84,8 +87,11 @@ def _default_filter(model: nn.Module) -> Callable[[nn.Module, str], bool]:
         converted = isinstance(module, Fp8FlowLinear)
         return isinstance(module, nn.Linear) and not converted and name.split(".")[-1] not in _OUTPUTS
 
-    for name, module in model.named_modules():
-        if filter_fn(module, name) and (reason := Fp8FlowLinear.why_not(cast(nn.Linear, module))):
+    selected = [(name, cast(nn.Linear, module)) for name, module in model.named_modules() if filter_fn(module, name)]
+    if not selected:
+        raise ValueError(f"{type(model).__name__} has no linear, but for its output, that is not FP8 already")
+    for name, module in selected:
+        if reason := Fp8FlowLinear.why_not(module):
             raise ValueError(  # before any is converted
                 f"only {reason} can be FP8, not {name}: {module}; name those to convert by filter_fn = linears(...)"
             )

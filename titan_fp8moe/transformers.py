@@ -271,7 +271,8 @@ def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
 
 @_outside_of_graphs
 def _add_cache(experts: Any, layouts: Layouts) -> None:
-    add_cache(experts, layouts, name="fp8_flow_cache")
+    shapes = [tuple(p.shape) for p in experts.parameters(recurse=False)]
+    add_cache(experts, layouts, kind=f"{type(experts).__qualname__} {layouts} {shapes}", name="fp8_flow_cache")
 
 
 _rounded: "weakref.WeakKeyDictionary[nn.Module, list[tuple]]" = weakref.WeakKeyDictionary()

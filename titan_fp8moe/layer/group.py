@@ -102,7 +102,7 @@ def _feed_forward(
     rows = GroupRows(q, scale, end)
     operands = WeightOperands(weights)
     y, saved = group_forward(ffn_of_group(rows, SWIGLU, spec, x_TD.shape[1]), rows, operands)
-    return [y[: x_TD.shape[0]].to(dtype), *pack(group_flags(spec, bool(operands.kept)), saved)]
+    return [_first_rows(y, x_TD).to(dtype), *pack(group_flags(spec, bool(operands.kept)), saved)]
 
 
 def _feed_forward_hidden_gradients(
@@ -208,6 +208,11 @@ def feed_forward(
     return _FeedForward.apply(x_TD, *args, cache, dtype).view(x.shape)
 
 
+def _first_rows(y: Tensor, x: Tensor) -> Tensor:
+    """As many rows of ``y`` as ``x`` has, in what autograd takes for no view: users may change it in place."""
+    return torch.ops.aten._unsafe_view(y[: x.shape[0]], [x.shape[0], y.shape[1]])
+
+
 def _check_input(x: Tensor, D: int) -> None:
     if x.shape[-1] != D:
         raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; the last dim must be that")
@@ -234,7 +239,7 @@ def _linear(x_TK: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None
     operands = WeightOperands(weights)
     with operands.held:
         (weight,), generations = operands.of_forward()
-        y = ops.grouped_mm(q, scale, *weight, end, dtype)[: x_TK.shape[0]]
+        y = _first_rows(ops.grouped_mm(q, scale, *weight, end, dtype), x_TK)
     return [y, q, scale, end, *([generations.w13] if generations else [])]
 
 

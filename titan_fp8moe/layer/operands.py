@@ -203,7 +203,7 @@ class WeightCache:
 
     def __deepcopy__(self, memo: dict) -> "WeightCache":
         # The layers of a copied model are a kind of their own: one that never runs, such as an EMA, gets no buffers.
-        return WeightCache(self.layouts, f"{self.kind} of {memo.setdefault('titan_fp8moe', object())}")
+        return WeightCache(self.layouts, f"{self.kind} copied")
 
     def clear(self) -> None:
         """Lets the next forward quantize the weights anew."""

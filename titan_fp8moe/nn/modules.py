@@ -89,14 +89,16 @@ class _RunsLayer(AddsLora):
         super().__setstate__(state)
         self.ep_group = group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
 
-    def __call__(self, x: Tensor, topk_ids: Tensor, topk_scores: Tensor, **kwargs: Any) -> Tensor:
-        if not isinstance(self, FSDPModule):
-            return super().__call__(x, topk_ids, topk_scores, **kwargs)
-        shared = kwargs.get("shared")
-        if isinstance(shared, SharedExperts) and shared.scores is not None:
-            scores: Any = KeepDtype(shared.scores)
-            kwargs["shared"] = shared._replace(scores=scores)
-        return super().__call__(x, topk_ids, KeepDtype(topk_scores), **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        named = ("x", "topk_ids", "topk_scores")[len(args) :]
+        inputs = [*args, *[kwargs.pop(name) for name in named if name in kwargs]]
+        if isinstance(self, FSDPModule):
+            inputs[2:3] = map(KeepDtype, inputs[2:3])
+            shared = kwargs.get("shared")
+            if isinstance(shared, SharedExperts) and shared.scores is not None:
+                scores: Any = KeepDtype(shared.scores)
+                kwargs["shared"] = shared._replace(scores=scores)
+        return super().__call__(*inputs, **kwargs)
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
         """See ``nn.Module``. The first call registers a hook that unwraps the scores: after FSDP's, which FSDP
@@ -242,7 +244,8 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         """Uniform in ±1/sqrt(fan_in), as ``nn.Linear``. One seed draws the same experts with or without ``ep_group``,
         for any number of ranks."""
         if not self.w1.is_meta:
-            weights = dict(self.named_parameters(recurse=False))
+            names = "w1", "w2", "w3", "b1", "b2", "b3"  # a subclass may have others
+            weights = {name: p for name, p in self.named_parameters(recurse=False) if name in names}
             _, hidden_dim, dim = self.w1.shape
             bounds = [(hidden_dim if name in ("w2", "b2") else dim) ** -0.5 for name in weights]
             uniform_by_expert_(list(weights.values()), bounds, spread=self.ep_group is not None)
@@ -353,9 +356,8 @@ def _require_gathered(weight: DTensor, ep_group: dist.ProcessGroup | None) -> No
         raise RuntimeError(f"these experts are one rank's shard; {_GATHER}")
 
 
-def _unwrap_scores(_: nn.Module, args: tuple[Tensor, Tensor, KeepDtype | Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    x, topk_ids, topk_scores = args
-    return x, topk_ids, topk_scores.tensor if isinstance(topk_scores, KeepDtype) else topk_scores
+def _unwrap_scores(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(arg.tensor if isinstance(arg, KeepDtype) else arg for arg in args)
 
 
 def add_cache(module: Any) -> None:

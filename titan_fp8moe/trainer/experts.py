@@ -101,7 +101,11 @@ class Fp8FFN(nn.Module):
 
     def matrices(self) -> ExpertWeights[Tensor]:
         """The weights (H, D), (D, H), (H, D); under tensor parallelism this rank's."""
-        return ExpertWeights(*(local_of(linear.weight) for linear in (self.w1, self.w2, self.w3)))
+        linears = self.w1, self.w2, self.w3
+        for linear in linears:
+            if not isinstance(linear, nn.Linear) or linear.bias is not None:
+                raise ValueError(f"{type(linear).__name__} adds nothing in an FP8 FFN; leave it in bf16 by filter_fqns")
+        return ExpertWeights(*(local_of(linear.weight) for linear in linears))
 
     def shared(self, scores: Tensor | None = None) -> Shared:
         """As the shared experts of a layer, for :func:`titan_fp8moe.layer.run.run_layer`."""
