@@ -56,8 +56,9 @@ def grouped_ffn(
         offs: (E,) int32, the end of each expert's rows in x. Groups may be empty and of any size.
         scores: (M,) fp32, by which each row's output is multiplied; None for 1.
         config: the recipe's settings, :data:`titan_fp8moe.config.RECIPE`; by default ``Fp8FlowMoEConfig()``.
-        cache: keeps quantized copies of the weights, as ``cache_weights`` does for modules; one ``WeightCache(kind)``
-            for the weights of each layer, with one kind for layers that are alike. Weights that are stored in FP8 need none.
+        cache: keeps quantized copies of the weights, as ``cache_weights`` does for modules; one
+            ``WeightCache(kind=NAME)`` for each layer, with one name for layers that are alike. Weights stored in FP8
+            need none.
         score_before_experts, activation, activation_parameters, b1, b2, b3, interleaved, lora: as of
             :func:`titan_fp8moe.routed_experts`.
 

@@ -90,8 +90,10 @@ class _RunsLayer(AddsLora):
         self.ep_group = group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        named = ("x", "topk_ids", "topk_scores")[len(args) :]
-        inputs = [*args, *[kwargs.pop(name) for name in named if name in kwargs]]
+        inputs = [*args]
+        for name in ("x", "topk_ids", "topk_scores")[len(args) :]:
+            if name in kwargs:
+                inputs.append(kwargs.pop(name))
         if isinstance(self, FSDPModule):
             inputs[2:3] = map(KeepDtype, inputs[2:3])
             shared = kwargs.get("shared")
