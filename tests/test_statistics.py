@@ -278,3 +278,7 @@ def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):
     for kind in ("x", "a", "dy", "dh"):
         shares = [events.Scalars(f"fp8_flow_moe/{kind}/shift/{name}")[0].value for name in statistics.SHIFTS]
         assert sum(shares) == pytest.approx(1)
+
+
+def test_every_shift_has_a_bin():
+    assert [shift for first, last in statistics.SHIFTS.values() for shift in range(first, last + 1)] == list(range(21))
