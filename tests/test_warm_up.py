@@ -1,9 +1,9 @@
 """Kernels that are compiled ahead are those that a layer launches."""
 
-import contextlib
 import functools
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
-from torch._inductor.runtime import compile_tasks
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -95,13 +94,13 @@ def layers() -> dict[str, Callable[[], Tensor]]:
 
 
 def told_to(sent: list[bytes]) -> Any:
-    """In the place of a process that compiles: its input goes to the list."""
-    return SimpleNamespace(stdin=contextlib.nullcontext(SimpleNamespace(write=sent.append)))
+    """In the place of the process that compiles: its input goes to the list."""
+    return SimpleNamespace(stdin=SimpleNamespace(write=sent.append))
 
 
 def ahead(told: bytes) -> set[str]:
-    """The launches that a process compiles from this input."""
-    return launched(worker.recorded([worker.from_pickle(told)]))
+    """The launches that the process compiles from this input."""
+    return launched(worker.recorded([worker.from_message(pickle.loads(told))]))
 
 
 def real_and_told(layer: Callable[[], Tensor]) -> tuple[set[str], bytes]:
@@ -121,7 +120,7 @@ def real_and_told(layer: Callable[[], Tensor]) -> tuple[set[str], bytes]:
             cast(Any, module).is_tracing = lambda x: False
     sent: list[bytes] = []
     warm_up.is_due = lambda kind, x: not x.is_meta
-    warm_up.begin = lambda *_: told_to(sent)
+    warm_up.begin = lambda: told_to(sent)
     real = launched(worker.recorded([layer]))
     ops.dispatch_routing = count
     return real, sent[0]
@@ -139,7 +138,7 @@ def test_the_kernels_of_a_layer(name):
 
 @pytest.mark.parametrize("name", ["plain", "shared", "FFN"])
 def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
-    """Each op tells a process of its own, when it is traced for a GPU, and once."""
+    """Each op sends a message when it is traced for a GPU, once."""
     sent: list[bytes] = []
 
     def traced(*call: Any) -> None:
@@ -147,9 +146,9 @@ def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
             patches.setattr(FakeTensor, "is_cuda", True, raising=False)
             warm_up.compile_traced(*call)
 
-    monkeypatch.setattr(warm_up, "begin", lambda *_: told_to(sent))
+    monkeypatch.setattr(warm_up, "begin", lambda: told_to(sent))
     monkeypatch.setattr(warm_up, "seen", set())
-    monkeypatch.setattr(warm_up, "use_inductors_ptxas", lambda: None)
+    monkeypatch.setattr(warm_up, "use_inductors_ptxas", lambda: monkeypatch.setenv("TRITON_PTXAS_PATH", "Inductor's"))
     monkeypatch.setattr(backend, "compile_traced", traced)
     layer = layers()[name]
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -157,6 +156,8 @@ def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
             out = layer()
             out.backward(torch.empty_like(out))
     assert len(sent) == 3
+    for told in sent:  # by another ptxas's kernels the job's launches would find nothing
+        assert pickle.loads(pickle.loads(told))[0]["TRITON_PTXAS_PATH"] == "Inductor's"
     real, _ = call(real_and_told_of, name)
     assert set().union(*map(ahead, sent)) == real
 
@@ -200,11 +201,12 @@ def test_a_launch_finds_its_kernel(record, monkeypatch):
     """In Triton's cache on disk, whatever the others are that this process has compiled."""
     monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", lambda device: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    monkeypatch.setattr(warm_up, "begin", begin)
-    monkeypatch.setattr(warm_up, "is_due", lambda kind, x: not warm_up._begun)
+    sent, process = [], begin.__wrapped__()
+    monkeypatch.setattr(warm_up, "begin", lambda: told_to(sent))
+    monkeypatch.setattr(warm_up, "is_due", lambda kind, x: not sent)
     launches = record()
-    (process,) = warm_up._begun
-    assert process.wait(time_limit(200)) == 0
+    process.communicate(sent[0], time_limit(200))
+    assert process.returncode == 0
     driver.set_active(worker.NO_GPU)
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **found: hits.append(found["cache_hit"]))
@@ -230,23 +232,22 @@ def test_a_kernel_that_fails(record, tmp_path, monkeypatch):
 def test_who_begins(how, monkeypatch):
     """One rank of a node of Hopper GPUs, with CPUs to spare. Its process sees none, and takes itself for no rank."""
     begun: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: begun.append((command, env)))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: begun.append((command[1:], env)))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(how.get("cpus", 2)))
     monkeypatch.setattr(os, "environ", {"LOCAL_RANK": how.get("rank", "0"), "TORCHELASTIC_RUN_ID": "a job"})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: how.get("gpus", 1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", warm_up.grouped_mm._is_hopper.__wrapped__)  # nothing cached
-    monkeypatch.setattr(warm_up, "_begun", [])
-    begin("module")
+    begin.__wrapped__()
     assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir
     expected = {"LOCAL_RANK": "0", "TRITON_CACHE_DIR": triton.knobs.cache.dir, "CUDA_VISIBLE_DEVICES": ""}
-    assert begun == ([] if how else [([sys.executable, "-m", "module"], expected)])
+    assert begun == ([] if how else [(["-m", "titan_fp8moe.kernels.compile"], expected)])
 
 
 def test_a_process_that_has_ended_costs_nothing(monkeypatch):
-    ended = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    ended = subprocess.Popen(["true"], stdin=subprocess.PIPE, bufsize=0)
     ended.wait()
-    monkeypatch.setattr(warm_up, "begin", lambda *_: ended)
+    monkeypatch.setattr(warm_up, "begin", lambda: ended)
     warm_up.compile_ahead("kind", torch.neg, torch.empty(1))
     on_gpu: Any = SimpleNamespace(is_cuda=True)
     assert warm_up.is_due("another", on_gpu) and not warm_up.is_due("kind", on_gpu)
@@ -302,15 +303,3 @@ def kernels_of_16b(T: int) -> set[str]:
 def test_the_kernels_of_a_job():
     job = "train_configs/deepseek_v3_16b.toml", "--training.local_batch_size=1", "--training.seq_len=256"
     assert call(kernels_of_job, *job) == call(kernels_of_16b, 256)
-
-
-def test_a_job_begins_the_command(monkeypatch):
-    """With the ptxas that Inductor would choose later: by another one's kernels the job's launches find nothing."""
-    begun: list[tuple] = []
-    monkeypatch.setattr(compile_tasks, "_set_triton_ptxas_path", lambda: begun.append(()))
-    monkeypatch.setattr(warm_up, "begin", lambda *command: begun.append(command))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--training.steps=1"])
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    warm_up.compile_job("job.toml")
-    assert begun == [(), ("titan_fp8moe.warm_up", "job.toml", "--rank=8", "--world-size=16", "--training.steps=1")]

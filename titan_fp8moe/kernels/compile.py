@@ -1,7 +1,9 @@
-"""Compiles layers' kernels for Hopper GPUs into Triton's cache: ``python -m titan_fp8moe.kernels.compile < FILE``.
+"""Compiles layers' kernels for Hopper GPUs into Triton's cache. The layers run on meta tensors, which collects their
+launches. No GPU is needed.
 
-The layers run on meta tensors, which collects their launches. No GPU is needed. FILE is a pickled tuple of a function
-and its arguments, with :class:`titan_fp8moe.kernels.warm_up.Like` in the place of tensors.
+``python -m titan_fp8moe.kernels.compile`` does it for messages on its standard input, until that ends. A message is a
+pickle of a pickle: of Triton's environment variables, a function and its arguments, with
+:class:`titan_fp8moe.kernels.warm_up.Like` in the place of tensors.
 """
 
 import contextlib
@@ -27,6 +29,7 @@ from titan_fp8moe.kernels.warm_up import Like
 from titan_fp8moe.recipe import E8M0
 
 MAX_PROCESSES = 16
+FORK = multiprocessing.get_context("fork")
 NO_GPU: Any = SimpleNamespace(
     get_current_device=lambda: 0,
     get_current_stream=lambda device: 0,
@@ -53,7 +56,7 @@ def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
     _launches[:] = recorded(layers)
     driver.set_active(NO_GPU)
     cpus = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # a rank needs one
-    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES)), multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES)), FORK) as pool:
         done = [pool.submit(_compile, index) for index in range(len(_launches))]
     return sum(future.exception() is not None for future in done)
 
@@ -92,10 +95,20 @@ def _compile(index: int) -> None:
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
-def from_pickle(call: bytes) -> Callable[[], Tensor | list[Tensor]]:
-    """The function and its arguments, on meta tensors."""
-    return functools.partial(*tree_map_only(Like, Like.on_meta, pickle.loads(call)))
+def from_message(message: bytes) -> Callable[[], Tensor | list[Tensor]]:
+    """The function and its arguments, on meta tensors, in the message's environment."""
+    environment, *call = tree_map_only(Like, Like.on_meta, pickle.loads(message))
+    os.environ.update(environment)
+    return functools.partial(*call)
+
+
+def main() -> None:
+    """Each message has a process of its own."""
+    with contextlib.suppress(EOFError):
+        while True:
+            message = pickle.load(sys.stdin.buffer)
+            FORK.Process(target=lambda message: compile_all([from_message(message)]), args=(message,)).start()
 
 
 if __name__ == "__main__":
-    sys.exit(compile_all([from_pickle(sys.stdin.buffer.read())]))
+    main()

@@ -1,14 +1,16 @@
-"""Begins processes that compile a layer's kernels into Triton's cache on disk, beside the process that trains.
+"""Begins a process that compiles kernels into Triton's cache on disk, beside the process that trains.
 
 A layer has some 20 kernels, of which the six GEMMs take most of the time. Triton compiles each at its first launch, one
-after the other. Nobody waits for the processes begun here: a launch finds its kernel in the cache, or compiles it as
-ever. So a process that fails costs nothing but time. Run its module by hand to see why.
+after the other. The process begun here, :mod:`titan_fp8moe.kernels.compile`, gets a message for each kind of layer and
+op, and compiles its kernels in parallel. Nobody waits for it: a launch finds its kernel in the cache, or compiles it as
+ever. So a process that fails costs nothing but time.
 
-A torchtitan job begins ``python -m titan_fp8moe.warm_up`` when its model is converted: :func:`compile_job`. Elsewhere
-:mod:`titan_fp8moe.kernels.compile` begins at a layer's first call, or when ``torch.compile`` traces its ops.
+A torchtitan job begins it when its model is converted, so that it imports PyTorch meanwhile. Elsewhere it begins with
+the first message: at a layer's first call, or when ``torch.compile`` traces an op.
 """
 
 import contextlib
+import functools
 import os
 import pickle
 import subprocess
@@ -28,9 +30,6 @@ from titan_fp8moe.kernels.gemm import grouped_mm
 
 seen: set[Hashable] = set()
 """The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
-
-_job: subprocess.Popen | None = None
-_begun: list[subprocess.Popen] = []  # Python warns of those that are collected while they run
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def is_due(kind: Hashable, x: Tensor) -> bool:
 
 
 def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> None:
-    """Begins to compile what ``layer(*args)`` and its backward launch.
+    """Has the process compile what ``layer(*args)`` and its backward launch.
 
     Args:
         kind: is added to :data:`seen`.
@@ -67,11 +66,11 @@ def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> N
         args: trees of tensors and of what can be pickled. The first one is the layer's input.
     """
     x, *others = tree_map_only(Tensor, Like.of, args)
-    _begin_with(kind, layer, replace(x, requires_grad=True), *others)
+    _send(kind, layer, replace(x, requires_grad=True), *others)
 
 
 def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Begins to compile what an op of this package launches, if PyTorch traces it for a GPU and for these sizes."""
+    """Has the process compile what an op of this package launches, if PyTorch traces it for a GPU and these sizes."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
     if not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
@@ -81,19 +80,19 @@ def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     kind = op, *((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     if kind not in seen:
         use_inductors_ptxas()
-        _begin_with(kind, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
+        _send(kind, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
 
 
 def run_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return getattr(torch.ops.titan_fp8moe, op)(*args, **kwargs)
 
 
-def _begin_with(kind: Hashable, *call: Any) -> None:
+def _send(kind: Hashable, *call: Any) -> None:
     seen.add(kind)
-    job_compiles = _job is not None and _job.poll() in (None, 0)
-    if not job_compiles and (process := begin("titan_fp8moe.kernels.compile")) is not None:
-        with contextlib.suppress(OSError), cast(Any, process.stdin) as pipe:  # where the process has ended already
-            pipe.write(pickle.dumps(call))
+    if (process := begin()) is not None:
+        environment = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
+        with contextlib.suppress(OSError):  # where the process has ended already
+            cast(Any, process.stdin).write(pickle.dumps(pickle.dumps((environment, *call))))
 
 
 def use_inductors_ptxas() -> None:
@@ -106,18 +105,10 @@ def use_inductors_ptxas() -> None:
     getattr(compile_tasks, "_set_triton_ptxas_path", lambda: None)()
 
 
-def compile_job(*arguments: str) -> None:
-    """Begins to compile the kernels of the torchtitan job of ``sys.argv``. ``arguments``: what
-    :mod:`titan_fp8moe.warm_up` takes besides. It ends at once for programs whose arguments are their own."""
-    global _job
-    use_inductors_ptxas()
-    ranks = f"--rank={os.environ.get('RANK', 0)}", f"--world-size={os.environ.get('WORLD_SIZE', 1)}"
-    _job = begin("titan_fp8moe.warm_up", *arguments, *ranks, *sys.argv[1:])
-
-
-def begin(*command: str) -> subprocess.Popen | None:
-    """Begins ``python -m`` and the command, silently and without a GPU, on one rank of a node that has Hopper GPUs and
-    CPUs to spare.
+@functools.cache
+def begin() -> subprocess.Popen | None:
+    """The process that compiles for this one, silently and without a GPU, until this one ends. One rank of a node has
+    it, where there are Hopper GPUs and CPUs to spare.
 
     Also gives this process a ``TRITON_CACHE_DIR``: Inductor would set another one before the first launch.
     """
@@ -127,6 +118,8 @@ def begin(*command: str) -> subprocess.Popen | None:
         return None
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TORCHELASTIC_RUN_ID", None)  # it is no rank
-    python = sys.executable, "-m"
-    _begun.append(subprocess.Popen([*python, *command], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment))
-    return _begun[-1]
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_fp8moe.kernels.compile"],
+        stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment,
+        bufsize=0, pipesize=1 << 20,  # a message is never waited for while the process imports
+    )  # fmt: skip

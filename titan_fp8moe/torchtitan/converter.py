@@ -54,7 +54,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.why_all_to_all = job_checks.why_all_to_all(job_config)
         self.fault_tolerance = job_config.fault_tolerance.enable
-        self.tensor_shards, self.config_file = parallel_dims.tp, str(job_config.job.config_file)
+        self.tensor_shards = parallel_dims.tp
         fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
         self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
@@ -89,7 +89,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             elif part.kind == LINEAR:
                 Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
         if fp8 and preflight.trains_here():
-            warm_up.compile_job(self.config_file)
+            warm_up.begin()
             by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
             in_order = [name for name, _ in model.named_modules() if name in by_name]
             metrics.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})

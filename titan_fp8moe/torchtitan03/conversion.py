@@ -133,7 +133,7 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     if not fp8:
         return
     if preflight.trains_here():
-        warm_up.compile_job()
+        warm_up.begin()
     for part in fp8.values():
         if part.kind != MOE:  # shared experts before their layer
             part.module.replace(_in_fp8(part, settings))
