@@ -1,10 +1,9 @@
 """The corrections to PyTorch raise when a private interface is gone, and change nothing then."""
 
-import pkgutil
-
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
@@ -14,37 +13,14 @@ from titan_fp8moe import RoutedExperts, patches
 from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.cpu import rebind
 
-CHECKPOINTING = (
-    *compat._SELECTIVE_MODES,
-    compat._IGNORED_OPS,
-    compat._CURRENT_MODE,
-    compat._WITHOUT_MODE,
-    *compat._UNSHARD,
-)
-SHAPE_INFERENCE = compat._SHAPE_INFERENCE if torch.__version__ < "2.12" else compat._METADATA_INFERENCE
-NEEDED = [(compat.fix_selective_checkpointing, compat._UNSHARD, gone) for gone in CHECKPOINTING]
-NEEDED += [(compat.fix_shape_inference, SHAPE_INFERENCE, gone) for gone in SHAPE_INFERENCE]
 
-
-def owner_and_name(interface: str) -> tuple[object, str]:
-    separator = "." if "." in interface.split(":")[1] else ":"
-    owner, _, name = interface.rpartition(separator)
-    return pkgutil.resolve_name(owner), name
-
-
-@pytest.mark.parametrize(("fix", "replaced", "gone"), NEEDED)
-def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch, fix, replaced: tuple[str, ...], gone: str):
-    monkeypatch.delattr(*owner_and_name(gone))
-    before = [getattr(*owner_and_name(interface), None) for interface in replaced]
-    with refused(f"{gone.replace(':', '.')}, which", "does not exist here; install", error=RuntimeError):
-        fix()
-    assert [getattr(*owner_and_name(interface), None) for interface in replaced] == before
-
-
-def test_selective_checkpointing_needs_the_profilers_ops(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compat, "_PROFILER_OPS", ("torch:ops.profiler._no_such_op",))
-    with refused("torch.ops.profiler._no_such_op, which", error=RuntimeError):
+def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch):
+    """All of them, before the first is replaced."""
+    before = FSDPParamGroup.unshard
+    monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
+    with refused("FSDPParamGroup.wait_for_unshard, which", "does not exist here; install", error=RuntimeError):
         compat.fix_selective_checkpointing()
+    assert FSDPParamGroup.unshard is before
 
 
 def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,6 @@ from torch import nn
 from torchtitan.components.validate import Validator
 
 from tests.distributed.conftest import case_dir as corpus  # noqa: F401  a fixture
-from tests.jobs import make_config, make_model
 from tests.processes import ended_well, run_workers
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
@@ -38,13 +37,6 @@ def test_memory_is_the_peak_of_the_process():
     assert all(peak <= bytes_ < 1.1 * peak for bytes_ in cpu._cpu_device_module().memory_stats().values())
 
 
-def test_the_tiny_flavor_is_a_small_deepseek_v3():
-    model = make_model(make_config())
-    assert sum(p.numel() for p in model.parameters()) == 5_798_016
-    router = model.layers["1"].moe.router
-    assert (router.score_func, router.route_norm, router.route_scale) == ("sigmoid", True, 2.5)
-
-
 def test_histc_takes_integers_too():
     histc, size = _histc_with_integers(torch.histc), 2**24
     assert torch.equal(histc(torch.tensor([0, 2, 2]), 3, 0, 3), torch.tensor([1, 0, 2]))
@@ -60,24 +52,16 @@ def test_llama4_validates(corpus: Path, tmp_path: Path):  # noqa: F811
 
 
 def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch):
-    """Also where an error ends it."""
+    """And ends with an error where rows had no room: after the last step no optimizer would say so."""
     model = nn.Module()
     model.moe = nn.Module()
     model.moe.register_buffer("tokens_per_expert", torch.arange(8.0))
 
     def count_tokens(validator: Validator, model_parts: list[nn.Module], step: int) -> None:
         model_parts[0].moe.tokens_per_expert.add_(1)
-        raise RuntimeError("out of memory")
 
     monkeypatch.setattr(Validator, "validate", count_tokens)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        MoEValidator.validate(object.__new__(MoEValidator), [model], step=1)
-    assert torch.equal(model.moe.tokens_per_expert, torch.arange(8.0))
-
-
-def test_validation_without_room_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    """After the last step no optimizer would say so."""
-    monkeypatch.setattr(Validator, "validate", lambda *_, **__: None)
     monkeypatch.setattr(flavors, "check_room", Mock(side_effect=RuntimeError("a larger dispatch_capacity")))
     with pytest.raises(RuntimeError, match="larger dispatch_capacity"):
-        MoEValidator.validate(object.__new__(MoEValidator), [nn.Module()], step=1)
+        MoEValidator.validate(object.__new__(MoEValidator), [model], step=1)
+    assert torch.equal(model.moe.tokens_per_expert, torch.arange(8.0))
