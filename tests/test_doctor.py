@@ -26,6 +26,7 @@ def gpu(monkeypatch):
 
     def pretend(where=HOPPER, hip=None, wrong=()):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: where[0])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "GPU")
         monkeypatch.setattr(torch.version, "hip", hip)
@@ -49,7 +50,7 @@ class OnGpu:
     (HOPPER, False), (((9, 0), "2.14", "3.8"), False),
     (((9, 0), "2.13", "3.6"), True), (((9, 0), "2.11", "3.8"), True), (((12, 0), "2.11", "3.6"), True),
 ])  # fmt: skip
-def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, where, compared):
+def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, capsys, where, compared):
     checked = gpu(where)
     with caplog.at_level(logging.WARNING):
         assert backend.use_kernels(OnGpu())
@@ -57,9 +58,12 @@ def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, where
     assert checked == [None] * compared  # once, and kernels could run meanwhile
     said = f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}"
     assert (said in caplog.text) == compared == bool(caplog.text)
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    assert "agree with the specification\n" in printed and ("NOT among" in printed) == compared
 
 
-def test_kernels_that_differ_never_run(gpu):
+def test_kernels_that_differ_never_run(gpu, capsys):
     """Neither in torchtitan nor elsewhere; the reference does."""
     checked = gpu(((9, 0), "2.14", "3.6"), wrong=["grouped_mm", "transpose_pair"])
     for _ in range(2):
@@ -68,6 +72,7 @@ def test_kernels_that_differ_never_run(gpu):
         with refused("differ from the specification", error=RuntimeError):
             preflight.check_hardware()
     assert len(checked) == 4
+    assert doctor.main() == 1 and "kernels      differ: grouped_mm, transpose_pair\n" in capsys.readouterr().out
     ops.emulate(True)
     assert not backend.use_kernels(OnGpu()) and preflight.check_hardware().endswith("(TITAN_FP8MOE_EMULATE)")
 
@@ -79,10 +84,11 @@ def test_the_environment_switches_kernels_off():
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((9, 0), "6.4")])
-def test_gpus_without_the_format_are_refused(gpu, capability, hip):
+def test_gpus_without_the_format_are_refused(gpu, capsys, capability, hip):
     checked = gpu((capability, "2.11", "3.6"), hip)
     with refused("compute capability 8.9 or later", f"GPU ({capability[0]}.0)", "TITAN_FP8MOE_EMULATE=1"):
         backend.use_kernels(OnGpu())
+    assert doctor.main() == 1 and "not run: the FP8 kernels need an NVIDIA GPU" in capsys.readouterr().out
     assert not checked
 
 
@@ -141,19 +147,6 @@ def test_without_a_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
     assert doctor.main() == 0
     assert f"ptxas        {version}, {tmp_path}/ptxas\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("where", "wrong", "code", "said"), [
-    (HOPPER, [], 0, "agree with the specification\n"),
-    (((9, 0), "2.13", "3.6"), ["grouped_mm"], 1, "kernels      differ: grouped_mm"),
-    (((8, 0), "2.11", "3.6"), [], 1, "not run: the FP8 kernels need an NVIDIA GPU"),
-])  # fmt: skip
-def test_what_the_doctor_says(gpu, monkeypatch, capsys, where, wrong, code, said):
-    gpu(where, wrong=wrong)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert doctor.main() == code
-    printed = capsys.readouterr().out
-    assert said in printed and ("NOT among" in printed) == (where != HOPPER)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import re
-import runpy
 import subprocess
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from experiments import reference
 from tests.layer import DEVICE, CastCounter, D, E, H, K, T, make_layer
 from tests.processes import ROOT, run_script, run_workers
 from titan_fp8moe import Adapter, Fp8FlowMoEConfig, Lora, RoutedExperts, SharedExperts, recipe, routed_experts
@@ -35,31 +33,8 @@ def test_example():
     assert abs(last_loss(run_script(EXAMPLE, "--compile", gpu=torch.cuda.is_available()))) < 0.02
 
 
-def test_gradients_of_the_example():
-    """Adam hides a gradient's size, so the example's losses do not show it."""
-    example = runpy.run_path(EXAMPLE)
-    models = example["ReferenceMoE"](), example["MoE"]()
-    models[1].load_state_dict(models[0].state_dict())
-    x = torch.randn(example["TOKENS"], example["DIM"])
-    for model in models:
-        model(x).square().mean().backward()
-    for want, got in zip(*(model.parameters() for model in models), strict=True):
-        assert reference.relative_error(got.grad, want.grad) < 0.15
-
-
 def test_example_on_two_processes():
     assert abs(last_loss(run_workers(EXAMPLE, 2))) < 0.02
-
-
-def test_module_is_the_function():
-    module = RoutedExperts(E, D, H, device=DEVICE)
-    x, scores, ids, _ = make_layer()
-    assert module.w1.shape == (E, H, D) and module.w2.shape == (E, D, H) and module.w1.abs().max() <= D**-0.5
-    want = routed_experts(x, module.w1, module.w2, module.w3, ids, scores)
-    assert torch.equal(module(x, ids, scores), want)
-    assert torch.equal(module(x, ids, scores, meanwhile=lambda: x), want + x)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, ids, scores), want)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -74,9 +49,6 @@ def test_what_a_module_draws(group, activation, bias):
 
     (module, after), one, spread = draw(), draw(1), draw(ep_group=group)
     others = draw(bias=False), draw(activation="swiglu")
-    shapes = dict(w1=(E, H, D), w2=(E, D, H), w3=(E, H, D), b1=(E, H), b2=(E, D), b3=(E, H))
-    shapes = {n: s for n, s in shapes.items() if (n[0] == "w" or bias) and (n[1] != "3" or activation == "swiglu")}
-    assert {name: p.shape for name, p in module.named_parameters()} == shapes
     assert torch.equal(one[1], after) and torch.equal(spread[1], after)
     for (other, _), name in itertools.product((one, spread, *others), ("w1", "w2")):
         assert torch.equal(local_of(other.get_parameter(name))[0], module.get_parameter(name)[0])
@@ -97,14 +69,20 @@ def test_without_a_group_tokens_stay(dispatch: str):
 
 
 class ScaledExperts(RoutedExperts):
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
+        self.gate = torch.nn.Parameter(torch.ones(1))
+        self.reset_parameters()
+
     def forward(self, x, topk_ids, topk_scores, **options):
         return super().forward(x, topk_ids, topk_scores * 2.0, **options)
 
 
 def test_forward_takes_plain_tensors():
-    """As checkpoint(experts.forward, ...), subclasses and hooks call it."""
+    """As checkpoint(experts.forward, ...), subclasses and hooks call it. A subclass initializes its own parameters."""
     x, scores, ids, _ = make_layer()
     module = ScaledExperts(E, D, H, device=DEVICE)
+    assert module.gate == 1
     want = routed_experts(x, module.w1, module.w2, module.w3, ids, scores * 2)
     assert torch.equal(module(x, ids, scores), want)
     assert torch.equal(checkpoint(module.forward, x, ids, scores, use_reentrant=False), want)
@@ -112,6 +90,7 @@ def test_forward_takes_plain_tensors():
     assert torch.equal(module(x, ids, scores * 2), want)
     handle.remove()
     assert torch.equal(copy.deepcopy(module)(x, ids, scores), want)
+    assert torch.equal(module(x, ids, scores, meanwhile=lambda: x), want + x)
 
 
 class Block(torch.nn.Module):
@@ -128,12 +107,11 @@ class Block(torch.nn.Module):
 
 @pytest.mark.parametrize("sharded", ["experts", "block", "both"])
 @pytest.mark.parametrize("early", [True, False], ids=["hook_first", "fsdp_first"])
-@pytest.mark.parametrize("param_dtype", [torch.bfloat16, None], ids=str)
-def test_scores_stay_fp32_under_fsdp(group, sharded, early, param_dtype):
+def test_scores_stay_fp32_under_fsdp(group, sharded, early):
     """FSDP2's mixed precision casts a module's floating-point arguments, but not the module's scores: for hooks, for
     subclasses and for the layer."""
     block, seen, mesh = Block(), [], init_device_mesh("cpu", (1,))
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
     def hook(_, args, kwargs):
         seen.append([args[0].dtype, args[2].dtype])
@@ -152,7 +130,7 @@ def test_scores_stay_fp32_under_fsdp(group, sharded, early, param_dtype):
     seen.append([t.dtype for t in counter.args["routed_experts_forward"][:2]])
     assert counter.args["routed_experts_forward"][3].dtype == torch.float32  # scores of shared experts
     out.sum().backward()
-    assert seen == [[param_dtype or torch.float32, torch.float32]] * 2
+    assert seen == [[torch.bfloat16, torch.float32]] * 2
     assert all(local_of(weight.grad).any() for weight in (block.experts.w1, block.router.weight))
 
 
@@ -184,22 +162,3 @@ def test_flops_are_counted():
             with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
                 out.sum().backward()
             assert counter.get_total_flops() == 2 * backward
-
-
-def test_a_subclass_with_a_router():
-    """It has another forward, and a parameter of its own, which the experts' initialization leaves alone."""
-
-    class Routed(RoutedExperts):
-        def __init__(self):
-            super().__init__(E, D, H)
-            self.gate = torch.nn.Parameter(torch.ones(E, D))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            scores, ids = torch.softmax(x @ self.gate.T, -1).topk(K)
-            return super().forward(x, ids, scores)
-
-    layer = Routed()
-    layer.reset_parameters()
-    assert (layer.gate == 1).all()
-    layer(torch.randn(T, D)).sum().backward()
-    assert all(p.grad is not None for p in layer.parameters())

@@ -10,12 +10,6 @@ import pytest
 from experiments import check, dry_runs, tables
 
 
-def record(name, shape, value, reference, reference_value, date="2026-01-02", **fields):
-    common = dict(hardware="1 x NVIDIA H200", commit=f"c{date[-1]}", date=date, command="python -m experiments.a.b --x")
-    return dict(common, name=name, shape=shape, value=value, reference=reference, reference_value=reference_value,
-                speedup=value / reference_value) | fields  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def pages() -> tables.Pages:
     return tables.Pages(tables.read())
@@ -40,7 +34,7 @@ def test_moved_figures_are_found(pages):
             if new != figure[0]:
                 moved += 1
                 found += bool(pages.errors(name, text[: figure.start()] + new + text[figure.end() :]))
-    assert moved > 300 and found / moved >= 0.97, f"{found} of {moved}"
+    assert moved > 900 and found / moved >= 0.97, f"{found} of {moved}"
 
 
 @pytest.mark.parametrize(
@@ -77,36 +71,6 @@ def test_the_long_run_is_its_losses():
         assert (r["value"], r["reference_value"]) == pytest.approx(want), r["name"]
 
 
-RECORDS = [
-    record("layer", "16B", 5.25, "bf16", 7.5, commit="old"),
-    record("layer", "16B", 5.0, "bf16", 7.5, "2026-01-03"),
-    record("layer", "671B", 20.0, "bf16", 30.0),
-    record("loss", "0.1B", -0.0003, "bf16", 1.0),
-]
-KEYS = {"layers": {"name": "layer"}, "small": {"name": "layer", "shape": "16B"}, "loss": {"name": "loss"}}
-LINES = {"takes {} ms, {} to {}x": ["small.value", "layers.low", "layers.high"]}
-
-
-def ledger(monkeypatch, lines=LINES) -> check.Ledger:
-    figures = dict(records=KEYS, pages={"README.md": lines})
-    sources = dict(figures=figures, published={"peak": {"value": 989}})
-    monkeypatch.setattr(check, "source", sources.__getitem__)
-    return check.Ledger(RECORDS)
-
-
-def test_figures_are_those_of_their_lines(monkeypatch):
-    """Of the newest run, in the decimals and with the sign of the page."""
-    lines = {"takes {} ms": ["small.value"], "and {}%": ["100 * loss.value"], "of {} TFLOP/s": ["peak"]}
-    found = ledger(monkeypatch, lines)
-    text = f"It takes 5.00\nms, and {check.MINUS}0.03% of 989 TFLOP/s."
-    assert found.page("README.md", text) == (text, [])
-    assert found.page("README.md", text.replace("5.00", "4.9").replace("989", "1"))[0] == text.replace("5.00", "5.0")
-    pinned = check.Key(RECORDS, name="layer", shape="16B", commit="old")
-    assert pinned.value == 5.25 and pinned.low == 0.7
-    with pytest.raises(LookupError):
-        check.Key(RECORDS, name="layers")
-
-
 @pytest.mark.parametrize(("text", "missing"), [
     ("16,384 tokens, 64 experts, batch 4, torch 2.11, Qwen3.5, 0.11B, arXiv 2511.02302, 80 GB, 2.14.1", []),
     ("`1.2x`, [a](b/1.2x), https://a/1.2\n```\n1.2x\n```\n<!-- table: gemms -->\n1.2x\n<!-- end -->", []),
@@ -114,13 +78,6 @@ def test_figures_are_those_of_their_lines(monkeypatch):
     ("0.0375, 1,030 to 1,159 TFLOP/s", ["0.0375", "1,030", "1,159"]),
     ("| 2.11x | 3 times | 7 tokens/s | 5 GiB / 6 GiB", ["2.11", "3", "7", "5", "6"]),
 ])  # fmt: skip
-def test_a_figure_needs_a_line(monkeypatch, text, missing):
-    errors = ledger(monkeypatch, {}).page("README.md", text)[1]
+def test_a_figure_needs_a_line(pages, text, missing):
+    errors = pages.ledger.page("a new page", text)[1]
     assert [error.split()[3] for error in errors] == missing
-
-
-def test_a_line_needs_one_place(monkeypatch):
-    found = ledger(monkeypatch)
-    assert found.unused() == ["loss"]
-    for text, places in (("", 0), ("takes 5 ms, 0.7 to 1x, takes 5 ms, 0.7 to 1x", 2)):
-        assert found.page("README.md", text)[1][0].startswith(f"{places} places have the ledger's 'takes")
