@@ -22,7 +22,6 @@ from packaging.version import parse
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torchao.quantization import quantize_
-from transformers import Trainer, TrainingArguments
 from transformers.integrations import finegrained_fp8, moe
 
 from experiments.reference import relative_error
@@ -57,6 +56,7 @@ def experts_classes() -> list[tuple[str, str]]:
 
 
 CLASSES = experts_classes()
+assert {"Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts"} <= {name for _, name in CLASSES}
 SINCE_5_23 = parse(transformers.__version__) >= parse("5.23")
 # Before, torch.compile passes no modules to functions whose result is a constant of the graph.
 MODULES_IN_GRAPHS = parse(torch.__version__).release >= (2, 13)
@@ -116,8 +116,7 @@ def assert_near_eager(experts: torch.nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("module,name", CLASSES, ids=[name for _, name in CLASSES])
 def test_every_class_of_the_registry(module: str, name: str):
-    """In FP8 near its own eager forward, or refused for what it is. Layouts with padded sizes: transposed or not, gate
-    and up interleaved or not or no gate, with biases or without."""
+    """In FP8 near its own eager forward, or refused for what it is; each layout with padded sizes too."""
     experts = make_experts(module, name, **ACTIVATION.get(name, {}))
     if name in REFUSED:
         experts.config._experts_implementation = "fp8_flow"
@@ -165,43 +164,30 @@ def test_gates_are_found_by_their_values():
         assert 0.01 < relative_error(got, want) < ONE_LAYER  # gradients jump where values are clamped
 
 
-@pytest.mark.parametrize("state", ["bf16", "autocast", "meta", "fake"])
-def test_gates_are_found_in_any_state(state: str):
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16)])
+def test_gates_are_found_in_any_state(mode: Any):
     """Whatever the process-wide defaults, and below modes that replace tensors."""
     nemotron = make_experts("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts", **RELU2)
     model = torch.nn.ModuleList([qwen3_experts(), nemotron, gpt_oss_experts(2.0)])
     for experts in model:
         experts.config._experts_implementation = "fp8_flow"
-    states = dict(bf16=contextlib.nullcontext(), autocast=torch.autocast("cpu", torch.bfloat16))
-    states |= dict(meta=torch.device("meta"), fake=FakeTensorMode())
-    torch.set_default_dtype(torch.bfloat16 if state == "bf16" else torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
     try:
-        with states[state]:
+        with mode:
             assert adapter.converted(model) == ["0", "1", "2"]
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_registry_has_users():
-    names = {name for _, name in CLASSES}
-    assert (len(CLASSES) >= 50 and REFUSED.keys() & names) or not SINCE_5_23
-    assert {"Qwen3MoeExperts", "DeepseekV3Experts", "Glm4MoeExperts", "MixtralExperts", "OlmoeExperts"} <= names
-
-
 def test_sentinels_add_nothing():
-    """Ids of ``num_experts`` under Transformers' expert parallelism, whose scores are zero, and no op more for them."""
+    """Ids of ``num_experts`` under Transformers' expert parallelism, whose scores are zero."""
     experts, (x, ids, scores), dout = qwen3_experts(), make_inputs(), torch.randn(T, D, device=DEVICE)
     experts._is_expert_parallel = True  # asked by grouped_mm since 5.23
     elsewhere = torch.rand(T, K, device=DEVICE) < 0.4
     elsewhere[:5] = True
-    found, scores = [], scores.masked_fill(elsewhere, 0)
-    for sentinel in (E, -1):
-        with CastCounter() as counter:
-            got = step(experts, "fp8_flow", (x, ids.masked_fill(elsewhere, sentinel), scores), dout)
-        found.append((got, counter.ops))
-    assert_equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1] and not got[0][:5].any() and got[0][5:].any()
-    want = step(experts, "grouped_mm", (x, ids.masked_fill(elsewhere, E), scores), dout)
+    inputs = x, ids.masked_fill(elsewhere, E), scores.masked_fill(elsewhere, 0)
+    got, want = (step(experts, implementation, inputs, dout) for implementation in ("fp8_flow", "grouped_mm"))
+    assert not got[0][:5].any() and got[0][5:].any()
     errors = [relative_error(a, b) for a, b in zip(got[:2] + got[3:], want[:2] + want[3:], strict=True)]
     assert all(error < ONE_LAYER for error in errors), errors
 
@@ -229,14 +215,12 @@ def test_unsupported_experts_can_stay_as_they_were():
     model.set_experts_implementation("fp8_flow")
     compiled = torch.compile(model, fullgraph=MODULES_IN_GRAPHS, backend="aot_eager")
     with pytest.warns(UserWarning, match="it stays on grouped_mm") as seen:
-        found = [loss_and_grads(model, tokens, call) for call in (compiled, model)]
+        losses = [loss_and_grads(model, tokens, call)[0] for call in (compiled, model)]
     assert len([w for w in seen if "fp8_flow" in str(w.message)]) == 1
     with pytest.warns(UserWarning, match="does not run in FP8: its gate is none of"):
         assert fp8_layers(model) == set()
     model.set_experts_implementation("grouped_mm")
-    want_loss, want = loss_and_grads(model, tokens)
-    assert found[1][0] == want_loss == pytest.approx(found[0][0], rel=1e-3)
-    assert all(torch.equal(found[1][1][name], want[name]) for name in want)
+    assert losses[1] == loss_and_grads(model, tokens)[0] == pytest.approx(losses[0], rel=1e-3)
 
 
 def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -256,8 +240,8 @@ def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_stored_in_fp8(compiled: bool):
-    """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized, and scores
-    in bf16 pass without a warning. Bytes of e8m0 are the same scales."""
+    """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized. Bytes of
+    e8m0 are the same scales."""
     (experts, plain), inputs, dout = fp8_experts(), make_inputs(torch.bfloat16), torch.randn(T, D, device=DEVICE)
     with pytest.raises(ValueError, match=r"freeze it with requires_grad_\(False\)"):
         experts(*inputs)
@@ -274,12 +258,11 @@ def test_weights_stored_in_fp8(compiled: bool):
     assert_equal(got, want)
     assert not counter.ops.keys() & {"quantize_weights", "grouped_mm_wgrad", "transpose_pair"}
     assert not counter.stray_casts
-    if not compiled:
-        for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-            exponents = (getattr(experts, name).detach().view(torch.int32) >> 23).to(torch.uint8)
-            setattr(experts, name, torch.nn.Parameter(exponents, requires_grad=False))
-        with warnings.catch_warnings(action="error"):
-            assert_equal(step(experts, "fp8_flow", inputs, dout.bfloat16()), want)
+    for name in ("gate_up_proj_scale_inv", "down_proj_scale_inv") * (not compiled):
+        exponents = (getattr(experts, name).detach().view(torch.int32) >> 23).to(torch.uint8)
+        setattr(experts, name, torch.nn.Parameter(exponents, requires_grad=False))
+    with warnings.catch_warnings(action="error"):  # scores in bf16 pass without one
+        assert_equal(step(experts, "fp8_flow", inputs, dout.bfloat16()), want)
 
 
 def test_scales_that_are_no_powers_of_two():
@@ -328,14 +311,10 @@ def test_unsupported_experts_are_refused(make: Callable[[], torch.nn.Module], wh
         adapter.converted(torch.nn.Sequential(experts))
 
 
-def test_settings_without_effect_are_refused():
-    for setting in (dict(statistics_every=5), dict(filter_fqns=["layers.0."])):
-        with refused(f"{next(iter(setting))} has no effect"):
-            adapter.register(Fp8FlowMoEConfig(**setting))
-
-
-def test_unknown_properties_of_experts_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_registrations_that_are_refused(monkeypatch: pytest.MonkeyPatch):
     """A later version may describe experts by more, as 5.23 does by a norm that 5.17 has not."""
+    with refused("statistics_every has no effect"):
+        adapter.register(Fp8FlowMoEConfig(statistics_every=5))
     monkeypatch.setattr(adapter, "use_experts_implementation", lambda *, has_gate=True, has_router=False: None)
     with refused("has_router, which", "install a version", error=RuntimeError):
         adapter.register()
@@ -352,13 +331,10 @@ MLA = dict(
     q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, head_dim=32,
     n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
 )  # fmt: skip
-FAMILIES = {  # shared experts with a gate of their own; none; MLA and groups; other names, and scales of a family's own
-    "Qwen2Moe": dict(num_experts=E, shared_expert_intermediate_size=H),
+FAMILIES = {  # one without shared experts, one whose have a gate of their own; MLA and groups
     "Qwen3Moe": dict(num_experts=E),
+    "Qwen2Moe": dict(num_experts=E, shared_expert_intermediate_size=H),
     "DeepseekV3": MLA,
-    "Mixtral": dict(num_local_experts=E),
-    "Ernie4_5_Moe": dict(moe_num_experts=E, moe_k=K, moe_layer_start_index=0),
-    "GraniteMoe": dict(num_local_experts=E),
 }
 
 
@@ -396,16 +372,10 @@ def test_families(family: str):
     assert max(error for name, error in errors.items() if "experts." in name) > 0.01
 
 
-def test_a_model_in_which_nothing_runs_in_fp8_is_named(monkeypatch):
-    sizes = {name: value for name, value in SMALL.items() if "moe" not in name and "experts" not in name}
-    dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-    dense.set_experts_implementation("fp8_flow")
-    with pytest.raises(ValueError, match="LlamaForCausalLM run in FP8: the model's code has no"):
-        adapter.converted(dense)
-    with pytest.raises(ValueError, match=r'run in FP8: call model.set_experts_implementation\("fp8_flow"\)'):
-        adapter.converted(make_model())
-    monkeypatch.setattr(adapter, "ALL_EXPERTS_FUNCTIONS", {})
-    with pytest.raises(ValueError, match=r"call titan_fp8moe.transformers.register\(\) and model.set_experts"):
+def test_a_model_in_which_nothing_runs_in_fp8_is_named():
+    with refused("Linear run in FP8: the model's code has no"):
+        adapter.converted(torch.nn.Linear(D, D))
+    with refused('run in FP8: call model.set_experts_implementation("fp8_flow")'):
         adapter.converted(make_model())
 
 
@@ -427,31 +397,22 @@ def bind(module: Any, forward: Callable) -> None:  # as Liger and the library ke
     module.forward = MethodType(forward, module)
 
 
-def timed(module: Any) -> None:
-    forward = module.forward
-    module.forward = functools.wraps(forward)(lambda *args: forward(*args))
-
-
 def in_place_of(kind: type, forward: Callable) -> None:
     kind.forward = functools.wraps(kind.forward)(forward)
 
 
 OTHERS = {
     "experts": lambda layer: bind(layer.experts, other_experts),
-    "their class": lambda layer: in_place_of(type(layer.experts), other_experts),
     "below accelerate's hook": lambda layer: (bind(layer.experts, other_experts), hooked(layer.experts)),
-    "above accelerate's hook": lambda layer: (hooked(layer.experts), bind(layer.experts, other_experts)),
     "in training": lambda layer: bind(
         layer.experts, lambda self, x, *rest: (other_experts if x.requires_grad else type(self).forward)(self, x, *rest)
     ),
     "layer": lambda layer: bind(layer, other_layer),
     "the layer's class": lambda layer: in_place_of(type(layer), other_layer),
-    "layer below a hook": lambda layer: (bind(layer, other_layer), hooked(layer)),
 }
 WRAPPERS = {
     "accelerate's hook": lambda layer: hooked(layer.experts),
     "the layer's hook": lambda layer: (hooked(layer.experts), hooked(layer)),
-    "a timer": lambda layer: timed(layer.experts),
     "compile": lambda layer: setattr(layer.experts, "forward", torch.compile(layer.experts.forward, backend="eager")),
 }
 
@@ -467,8 +428,7 @@ def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatc
     """Experts of another package are named. A model of which it runs all leaves in bf16, unless asked for."""
     model = make_model(experts_implementation="fp8_flow")
     layers = [block.mlp for block in model.model.layers]
-    for kind in (type(layers[0]), type(layers[0].experts)):
-        monkeypatch.setattr(kind, "forward", kind.forward)  # put back after the test
+    monkeypatch.setattr(type(layers[0]), "forward", type(layers[0]).forward)  # put back after the test
     names = [f"model.layers.{at}.mlp.experts" for at in range(2)]
     for at, layer in enumerate(layers):
         (OTHERS | WRAPPERS)[change](layer)
@@ -494,7 +454,7 @@ def test_partitioned_parameters():
     want, weights = adapter.converted(model), [p for n, p in model.named_parameters() if "experts." in n]
     for weight in weights:
         weight.ds_shape, weight.data = weight.shape, weight.new_empty(0)
-    assert adapter.converted(model) == want
+    assert len(want) == 2 and adapter.converted(model) == want
     for weight in weights:
         del weight.ds_shape
     with pytest.raises(ValueError, match=r"down_proj has the shape \(0,\); ask before FSDP1"):
@@ -525,7 +485,6 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
     experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
     states = [{name: value * factor for name, value in model.state_dict().items()} for factor in (1.0, 1.25)]
     want = [model.load_state_dict(state) and loss_and_grads(model, tokens) for state in states]
-    assert not any(hasattr(module, "fp8_flow_cache") for module in experts)
     adapter.register(Fp8FlowMoEConfig(cache_weights=not frozen))
     for module in experts:
         module.requires_grad_(not frozen)
@@ -538,31 +497,8 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
             loss, grads = loss_and_grads(model, tokens, compiled)
             assert loss == pytest.approx(want_loss, rel=1e-3)
             assert all(relative_error(grad, want_grads[name]) < 0.05 for name, grad in grads.items())
-        assert any("experts" in name for name in grads) != frozen
     assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
     assert len({m.fp8_flow_cache.kind for m in experts}) == 1  # or each layer, compiled alone, would have a graph
-
-
-def test_trainer(tmp_path: Path):
-    """With bf16 autocast, gradient accumulation and checkpointing: the loss falls as fp32's."""
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 20, (64, 4)).repeat(1, 8)]
-    first, losses = make_model(num_hidden_layers=1), []
-    for implementation in ("eager", "fp8_flow"):
-        model = make_model(num_hidden_layers=1)
-        model.load_state_dict(first.state_dict())
-        model.set_experts_implementation(implementation)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-            gradient_checkpointing=implementation == "fp8_flow", learning_rate=2e-3, lr_scheduler_type="constant",
-            bf16=True, use_cpu=DEVICE == "cpu", seed=0, logging_steps=1, save_strategy="no", report_to=[],
-            disable_tqdm=True,
-        )  # fmt: skip
-        trainer = Trainer(model, arguments, train_dataset=data)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    eager, found = losses
-    assert found[-1] < 0.8 * found[0] and found != eager
-    assert found == pytest.approx(eager, rel=0.02)
 
 
 def test_save_and_load(tmp_path: Path):
@@ -577,12 +513,8 @@ def test_save_and_load(tmp_path: Path):
     with torch.no_grad():
         want = model(tokens := make_tokens()).logits
         assert torch.equal(again(tokens).logits, want) and not torch.equal(plain(tokens).logits, want)
-    assert len(adapter.converted(again)) == 2
     with refused("a saved model does not keep the choice"):
         adapter.converted(plain)
-    model.config.experts_implementation = "fp8_flow"  # recorded by hand
-    model.save_pretrained(tmp_path)
-    assert len(adapter.converted(auto.from_pretrained(tmp_path))) == 2
 
 
 # --- torchao ----------------------------------------------------------------------------------------------------------
