@@ -12,6 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torchtitan.config.job_config import Compile
 from torchtitan.models.deepseek_v3.infra import parallelize
+from torchtitan.models.llama3.infra.parallelize import parallelize_llama
+from torchtitan.models.moe import MoE
 
 from experiments.reference import relative_error
 from tests import jobs
@@ -19,7 +21,6 @@ from tests.layer import DEVICE
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan import compiling
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import plain_name
 
@@ -45,8 +46,8 @@ def step(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     loss = model(tokens.to(DEVICE)).logsumexp(-1).square().mean()
     loss.backward()
     names = {plain_name(name): p for name, p in model.named_parameters()}
-    counts = [layer.moe.tokens_per_expert.clone() for layer in model.layers.values() if layer.moe_enabled]
-    return {"loss": loss.detach(), "counts": torch.stack(counts)} | {name: p.grad.clone() for name, p in names.items()}
+    counts = torch.stack([m.tokens_per_expert for m in model.modules() if isinstance(m, MoE)] or [torch.zeros(1)])
+    return {"loss": loss.detach(), "counts": counts} | {name: p.grad.clone() for name, p in names.items()}
 
 
 def tokens_of(batch: int, seed: int) -> torch.Tensor:
@@ -139,68 +140,52 @@ def test_blocks_with_inductor(flags):
                 param.data.mul_(1.25)
 
 
-def test_log_names_blocks_and_ways(caplog):
+@pytest.mark.parametrize(("flags", "way"), [
+    ([], "dense blocks 0, 1 compile as one graph each"),
+    (COUNT, "dense blocks 0, 1 compile as one graph up to the FFN: fp8_flow_moe.statistics_every"),
+])  # fmt: skip
+def test_blocks_of_a_dense_model(caplog, flags: list[str], way: str):
+    """All share one graph, whose numbers are eager ones'."""
+    config = jobs.make_config(f"--training.seq_len={TOKENS}", *flags, model="llama3", flavor="debugmodel")
+    models = [jobs.convert(config, jobs.make_model(config, DEVICE, n_layers=2)) for _ in range(2)]
+    config.compile.enable, config.compile.backend, config.activation_checkpoint.mode = True, "aot_eager", "none"
     with caplog.at_level(logging.INFO):
-        make_model("--fp8_flow_moe.filter_fqns=layers.1.", backend="eager")
-        make_model(*COUNT, backend="eager")
-    lines = [message for message in caplog.messages if " compile " in message and "FP8-Flow" in message]
-    assert [line.removeprefix("FP8-Flow-MoE: ") for line in lines] == [
-        "dense blocks 0 compile as one graph each",
-        "MoE blocks 1 compile by submodules: not converted",
-        "MoE blocks 2 compile as one graph each",
-        "dense blocks 0 compile as one graph up to the FFN: fp8_flow_moe.statistics_every",
-        "MoE blocks 1, 2 compile as one graph up to the FFN: fp8_flow_moe.statistics_every",
-    ]
+        parallelize_llama(models[0], jobs.make_dims(), config)
+    assert way in caplog.text
+    for model in models:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model.init_weights(torch.device(DEVICE))
+    got, want = (step(model, tokens_of(2, 0)) for model in models)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert num_graphs() == 1
 
 
 def test_reasons():
+    """Those that no layout of tests/distributed has."""
     block = make_model().layers["1"]
-    assert isinstance(block.moe, Fp8FlowMoE)
-    assert compiling.why_submodules(block) is compiling.why_eager(block) is None
-    block.moe.experts.set_meshes(SimpleNamespace(), None)
-    assert "split sizes" in compiling.why_eager(block) and compiling.why_submodules(block) is None
-    settings, block.moe.experts.config = block.moe.experts.config, Fp8FlowMoEConfig(dispatch="symmetric")
-    assert compiling.why_eager(block) is None
-    block.moe.experts.placement = Placement(in_fsdp=True)
-    assert compiling.why_eager(block) == "FSDP's hooks on the experts"
-    block.moe.experts.config = settings
+    experts = block.moe.experts
+    experts.set_meshes(SimpleNamespace(), None)
+    experts.config, experts.placement = Fp8FlowMoEConfig(dispatch="symmetric"), Placement(in_fsdp=True)
+    assert compiling.why_eager(block) == "FSDP's hooks on the experts" and compiling.why_submodules(block) is None
     block.__class__ = type("OwnBlock", (type(block),), {})
-    assert "split sizes on the host, in a OwnBlock" in compiling.why_submodules(block)
-    block.moe.experts.set_meshes(None, SimpleNamespace())
+    assert "in a OwnBlock that is not torchtitan's" in compiling.why_submodules(block)
+    experts.set_meshes(None, SimpleNamespace())
     assert compiling.why_submodules(block) == "tensor parallelism"
-    block.moe = nn.Identity()
-    assert compiling.why_submodules(block) == "not converted"
-
-
-class ForeignBlock(nn.Module):
-    """Another model's, without ``feed_forward`` and ``moe``."""
-
-    def __init__(self, moe_enabled: bool):
-        super().__init__()
-        self.mlp, self.moe_enabled = nn.Linear(8, 8), moe_enabled
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x)
 
 
 @pytest.mark.parametrize("moe_enabled", [False, True])
 def test_blocks_of_another_model_compile(moe_enabled):
-    """Once something was converted in the process, torchtitan's ``apply_compile`` still takes any model."""
+    """Once something was converted in the process. They have neither ``feed_forward`` nor ``moe``."""
     make_model(backend="eager")
     model, x = nn.Module(), torch.randn(2, 8)
-    model.layers = nn.ModuleDict({"0": ForeignBlock(moe_enabled)})
+    model.layers = nn.ModuleDict({"0": nn.Sequential(nn.Linear(8, 8))})
+    model.layers["0"].moe_enabled = moe_enabled
     want = model.layers["0"](x)
     before = num_graphs()
     parallelize.apply_compile(model, Compile(backend="eager"), ep_enabled=True)
     assert torch.equal(model.layers["0"](x), want) and num_graphs() == before + 1
-
-
-def test_dense_blocks_of_another_class_stay_out_of_graphs():
-    model = make_model(*COUNT)
-    block = model.layers["0"]
-    block.__class__ = type("OwnBlock", (type(block),), {})
-    parallelize.apply_compile(model, Compile(backend="eager"), ep_enabled=False)
-    assert model.layers["0"] is block
 
 
 def test_copies_run_their_own_weights():
