@@ -34,13 +34,7 @@ BF16_PARTS = {"filter_fqns": ["shared_experts", "layers.2."]}
 BF16_SHARED = {"filter_fqns": ["shared_experts"]}
 SYMMETRIC = {"dispatch": "symmetric", "dispatch_capacity": 2}
 
-LOSSES = {
-    "single_20": Case(steps=STEPS),
-    "single_20_bf16": Case(None, steps=STEPS),
-    "qwen3_steps": Case(steps=6, model="qwen3"),
-    "qwen3_steps_bf16": Case(None, steps=6, model="qwen3"),
-}
-SINGLE = LOSSES | {
+SINGLE = {
     "single": Case(),
     "single_fp32": Case(None),
     "single_compile_selective": Case(compiles="aot_eager", checkpointing="selective"),
@@ -115,7 +109,6 @@ TWO_RANKS = {
     ),
     "ep2_muon_cached": Case({"cache_weights": True}, EP2, steps=3, accumulates=2, model="kimi_muon"),
     "ep2_muon": Case({}, EP2, steps=3, accumulates=2, model="kimi_muon"),
-    "ep2_muon_bf16": Case(None, EP2, steps=3, accumulates=2, model="kimi_muon"),
     "mtp_ep2_compile": Case({}, EP2, "selective", compiles="aot_eager", model="mtp"),
 }
 FOUR_RANKS = {

@@ -59,15 +59,12 @@ def test_a_dense_model(results: WorkerResults):
     results.assert_gradients("fsdp2_llama3", "llama3", TOLERANCES["linears"])
 
 
-@pytest.mark.parametrize(
-    "case, loss, norm",
-    [("single_20", 5e-3, 0.1), ("ep2_20", 5e-3, 0.1), ("fsdp2_20", 5e-3, 0.1), ("qwen3_steps", 5e-4, 0.01)],
-)
-def test_losses_of_some_steps(results: WorkerResults, case: str, loss: float, norm: float):
+@pytest.mark.parametrize("case", ["ep2_20", "fsdp2_20"])
+def test_losses_of_some_steps(results: WorkerResults, case: str):
     fp8, bf16 = results.get(case), results.get(f"{case}_bf16")
     assert len(fp8["losses"]) == len(bf16["losses"]) == CASES[case].steps and fp8["losses"][-1] < fp8["losses"][0] - 0.3
-    assert fp8["losses"] == pytest.approx(bf16["losses"], rel=loss)
-    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=norm)
+    assert fp8["losses"] == pytest.approx(bf16["losses"], rel=5e-3)
+    assert fp8["norms"] == pytest.approx(bf16["norms"], rel=0.1)
 
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.compiles])
@@ -117,20 +114,16 @@ def test_experts_outside_of_fsdp_train_as_inside(results: WorkerResults, outside
 
 def test_dist_muon(results: WorkerResults):
     """Two microbatches a step: a weight cache goes on with what DistMuon has changed, bit for bit as without one."""
-    cached, plain, bf16 = (results.get(f"ep2_muon{kind}") for kind in ("_cached", "", "_bf16"))
+    cached, plain = results.get("ep2_muon_cached"), results.get("ep2_muon")
     assert cached["losses"] == plain["losses"] and cached["norms"] == plain["norms"]
-    assert plain["losses"] == pytest.approx(bf16["losses"], rel=1e-3)
     assert plain["losses"][-1] < plain["losses"][0] - 0.05
 
 
-@pytest.mark.parametrize(
-    ("case", "reference", "trainer"),
-    [
-        ("single_converter", "single", "Trainer"),
-        ("single_statistics_fault_tolerant", "single_statistics", "FaultTolerantTrainer"),
-        ("single_graph_trainer", "single", "GraphTrainer"),
-    ],
-)
+@pytest.mark.parametrize(("case", "reference", "trainer"), [
+    ("single_converter", "single", "Trainer"),
+    ("single_statistics_fault_tolerant", "single_statistics", "FaultTolerantTrainer"),
+    ("single_graph_trainer", "single", "GraphTrainer"),
+])  # fmt: skip
 def test_other_trainers_compute_the_same(results: WorkerResults, case: str, reference: str, trainer: str):
     got, want = results.get(case), results.get(reference)
     assert got["trainer"] == trainer and got["logged"] == want["logged"]
