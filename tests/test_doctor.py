@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,10 +41,7 @@ def gpu(monkeypatch):
     return pretend
 
 
-class OnGpu:
-    """What an op asks of a tensor."""
-
-    is_cuda = True
+ON_GPU = Mock(is_cuda=True)  # all that an op asks of a tensor
 
 
 @pytest.mark.parametrize(("where", "compared"), [
@@ -53,7 +51,7 @@ class OnGpu:
 def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, capsys, where, compared):
     checked = gpu(where)
     with caplog.at_level(logging.WARNING):
-        assert backend.use_kernels(OnGpu())
+        assert backend.use_kernels(ON_GPU)
         assert preflight.check_hardware() == "Triton kernels on GPU"
     assert checked == [None] * compared  # once, and kernels could run meanwhile
     said = f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}"
@@ -68,13 +66,13 @@ def test_kernels_that_differ_never_run(gpu, capsys):
     checked = gpu(((9, 0), "2.14", "3.6"), wrong=["grouped_mm", "transpose_pair"])
     for _ in range(2):
         with refused("grouped_mm, transpose_pair; please report", "titan_fp8moe.doctor", error=RuntimeError):
-            backend.use_kernels(OnGpu())
+            backend.use_kernels(ON_GPU)
         with refused("differ from the specification", error=RuntimeError):
             preflight.check_hardware()
     assert len(checked) == 4
     assert doctor.main() == 1 and "kernels      differ: grouped_mm, transpose_pair\n" in capsys.readouterr().out
     ops.emulate(True)
-    assert not backend.use_kernels(OnGpu()) and preflight.check_hardware().endswith("(TITAN_FP8MOE_EMULATE)")
+    assert not backend.use_kernels(ON_GPU) and preflight.check_hardware().endswith("(TITAN_FP8MOE_EMULATE)")
 
 
 def test_the_environment_switches_kernels_off():
@@ -87,7 +85,7 @@ def test_the_environment_switches_kernels_off():
 def test_gpus_without_the_format_are_refused(gpu, capsys, capability, hip):
     checked = gpu((capability, "2.11", "3.6"), hip)
     with refused("compute capability 8.9 or later", f"GPU ({capability[0]}.0)", "TITAN_FP8MOE_EMULATE=1"):
-        backend.use_kernels(OnGpu())
+        backend.use_kernels(ON_GPU)
     assert doctor.main() == 1 and "not run: the FP8 kernels need an NVIDIA GPU" in capsys.readouterr().out
     assert not checked
 
