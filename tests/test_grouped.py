@@ -156,28 +156,6 @@ def test_the_documented_class_for_nemo_automodel(group, monkeypatch):
         assert relative_error(mine.detach(), true.detach()) < 0.1
 
 
-@pytest.mark.parametrize("spread", [False, True], ids=["frozen", "DTensors without gradients"])
-def test_clear_all_reaches_weights_without_a_module(group, spread):
-    """Without gradients the local tensor of a DTensor requires none, and yet it is trained."""
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    leaves, offs, _ = case(grouped_ffn, [0, 1, 129, 40], 70)
-    x, *weights = (t.cpu() for t in leaves)
-    offs = offs.cpu()
-    parameters = [torch.nn.Parameter(DTensor.from_local(w, mesh)) for w in weights]
-    cache = WeightCache()
-
-    @torch.no_grad()
-    def run(cache=None):
-        given = (w.to_local() for w in parameters) if spread else weights
-        return grouped_ffn(x, *given, offs, cache=cache)
-
-    assert torch.equal(run(cache), run())
-    weights[0].data[2, 3, 5] += 100  # between the samples
-    assert not torch.equal(run(cache), run())
-    WeightCache.clear_all()
-    assert torch.equal(run(cache), run())
-
-
 def test_no_cache_of_stored_weights():
     (x, *weights), offs, _ = case(grouped_ffn, [0, 1, 129, 40], 70)
     stored, cache = [Fp8Weight.quantize(w) for w in weights], WeightCache()

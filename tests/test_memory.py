@@ -2,11 +2,10 @@
 
 import functools
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,59 +34,13 @@ ROOT = Path(__file__).parent.parent
 THROUGHPUT = "experiments/throughput/train.toml"
 GIB = 2**30
 TOLERANCE = 0.1
-BF16_SHARED = "--fp8_flow_moe.filter_fqns=shared_experts"
-
-
-class Measured(NamedTuple):
-    """A run of experiments/throughput/train.py and what it reserved at most."""
-
-    gpus: int
-    layers: int
-    overrides: tuple[str, ...]
-    gib: float
-    date: str
-
-
-def parse(record: dict[str, Any]) -> Iterator[Measured]:
-    """The FP8 run of a record, and its reference where that is bf16 or FP8 with the defaults."""
-    shape = record["shape"]
-    layers, gpus = (int(re.search(rf"(\d+) {what}", shape)[1]) for what in ("layers", "GPU"))
-    attention = "sdpa" if "sdpa" in shape else "flex"
-    model, name = ("qwen3", "30B-A3B") if "qwen3" in record["name"] else ("deepseek_v3", "16B")
-    batch = re.search(r"local batch (\d+)", shape)
-    common = (
-        *(f"--model.name={model}", f"--model.flavor={name}_{layers}_layers_{attention}"),
-        *(f"--training.local_batch_size={batch[1] if batch else 4}", f"--parallelism.expert_parallel_degree={gpus}"),
-        *(f"--{setting}" for setting in re.findall(r"[\w.]+=\w+", shape)),
-    )
-    common = tuple({flag.partition("=")[0]: flag for flag in common}.values())  # the last of each name
-    options = re.sub(r"^train_(16b|qwen3_30b)|fp8_flow:?|memory", "", record["name"]).split()
-    defaults = ["--model.converters=fp8_flow_moe"]
-    if record["date"] < "2026-11-24" and not record["name"].endswith("memory"):
-        defaults.append(BF16_SHARED)  # these runs are older than FP8 shared experts
-    fp8 = (f"--fp8_flow_moe.{option}".removesuffix("=true") for option in options)
-    fp8 = [f.replace("fp8_flow_moe.checkpointing", "activation_checkpoint.mode") for f in (*defaults, *fp8)]
-    yield Measured(gpus, layers, (*common, *fp8), record["value"], record["date"])
-    if record["reference"] in ("bf16", "fp8_flow"):
-        reference = () if record["reference"] == "bf16" else defaults
-        if reference and "dispatch=symmetric" in options:  # auto has gone over, with room for 1.25 times the rows
-            reference = *defaults, "--fp8_flow_moe.dispatch=symmetric", "--fp8_flow_moe.dispatch_capacity=1.25"
-        yield Measured(gpus, layers, (*common, *reference), record["reference_value"], record["date"])
 
 
 def cases() -> list[Any]:
-    """The records of peaks with balanced routing, and older ones, with settings and GPUs that have no newer record: of
-    both precisions, both MoE models and any number of GPUs. The older ones are marked slow."""
-    paths = ROOT / "experiments/throughput/results.json", ROOT / "tests/peak_memory.json"
-    found = {}
-    for record in (record for path in paths for record in json.loads(path.read_text())):
-        named = record["name"].startswith("train_") and record["unit"] == "GiB reserved"
-        if named and "model routing" not in record["shape"] and not re.search("titan03|llama3", record["name"]):
-            found |= {run[:3]: run for run in parse(record)}
-    runs = found.values()
-    assert {run.gpus for run in runs} == {1, 2, 4} and any("--model.name=qwen3" in run.overrides for run in runs)
-    assert {"--model.converters=fp8_flow_moe" in run.overrides for run in runs} == {True, False}
-    return [pytest.param(run, marks=[pytest.mark.slow] * (run.date < "2026-11-26")) for run in runs]
+    """Runs of experiments/throughput/train.py with balanced routing, and what they reserved at most. Settings and GPUs
+    that a newer run has too are marked slow."""
+    records = json.loads((ROOT / "tests/peak_memory.json").read_text())
+    return [pytest.param(run, marks=[pytest.mark.slow] * ("slow" in run), id=str(run["gib"])) for run in records]
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +69,11 @@ def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Es
 FP8 = ("--model.flavor=16B_4_layers_sdpa", "--model.converters=fp8_flow_moe", "--training.local_batch_size=4")
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: f"{case.gpus}-{case.layers}-{case.gib}")
-def test_peaks_are_those_measured(run, case: Measured):
-    found = run(*case.overrides, gpus=case.gpus).peak / GIB
-    assert abs(found / case.gib - 1) < TOLERANCE, f"estimated {found:.1f} GiB, measured {case.gib}"
-
-
-# Of docs/results.md, in bf16 and FP8.
-@pytest.mark.parametrize(("setting", "gib"), [("filter_fqns=layers", 37.5), ("recompute=activation", 33.2)])
-def test_peaks_of_the_quickstart(run, setting: str, gib: float):
-    found = run(f"--fp8_flow_moe.{setting}", file="train_configs/deepseek_v3_16b_short.toml").peak / GIB
-    assert abs(found / gib - 1) < TOLERANCE, f"estimated {found:.1f} GiB, measured {gib}"
-
-
-@pytest.mark.parametrize(("batch", "setting"), [(13, "save_h=bf16"), (18, "save_h=fp8")])
-def test_largest_local_batch_fits(run, batch: int, setting: str):
-    """Of docs/results.md: 27 layers on 4 H200s of 139 GiB."""
-    shape = "--model.flavor=16B_27_layers_flex", "--model.converters=fp8_flow_moe", BF16_SHARED
-    overrides = *shape, "--parallelism.expert_parallel_degree=4", f"--fp8_flow_moe.{setting}"
-    found = run(*overrides, f"--training.local_batch_size={batch}", gpus=4).peak / GIB
-    assert (1 - TOLERANCE) * 139 < found < 139
+@pytest.mark.parametrize("measured", cases())
+def test_peaks_are_those_measured(run, measured: dict[str, Any]):
+    flags, file = measured["flags"].split(), measured.get("file", THROUGHPUT)
+    found = run(*flags, gpus=measured["gpus"], file=file).peak / GIB
+    assert abs(found / measured["gib"] - 1) < TOLERANCE, f"estimated {found:.1f} GiB"
 
 
 def test_activations_follow_the_local_batch(run):
@@ -152,8 +90,6 @@ def test_activations_follow_the_local_batch(run):
     [
         ["activation_checkpoint.mode=none", "activation_checkpoint.mode=selective", "activation_checkpoint.mode=full"],
         ["activation_checkpoint.selective_ac_option=2", "activation_checkpoint.selective_ac_option=1"],
-        ["fp8_flow_moe.recompute=none", "fp8_flow_moe.recompute=activation", "fp8_flow_moe.recompute=experts"],
-        ["fp8_flow_moe.save_h=bf16", "fp8_flow_moe.save_h=fp8"],
     ],
 )
 def test_settings_that_keep_less(run, settings: list[str]):

@@ -258,12 +258,7 @@ def test_nothing_is_saved(offloaded):
     """Autograd keeps no values of a buffer, which will hold another layer, nor of the host's memory."""
     here, device = offloaded(Layers("none", lora=True))
     experts, saved = here.layers[0].fp8_host.experts, set()
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.numel():
-            saved.add(tensor.untyped_storage().data_ptr())
-        return tensor
-
+    pack = lambda t: saved.add(t.untyped_storage().data_ptr()) or t if t.numel() else t  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), device:
         here(*make_inputs())
     values = [b.bytes for b in experts.buffers] + [q for layer in experts.values for q in layer]
@@ -289,26 +284,20 @@ def test_new_values(offloaded):
         assert_equal(step(here, inputs), step(there, inputs))
 
 
-def test_other_weights_between_forward_and_backward(offloaded):
-    there, here = Layers(hidden=HIDDEN[:1]).layers[0], Layers(hidden=HIDDEN[:1])
-    state = {name: t.flip(0) for name, t in there.state_dict().items()}
-    (here,), device = here.layers, offloaded(here)[1]
-    ids, (x, scores) = torch.tensor([[0, 1]] * T), make_inputs()
-    want = torch.autograd.grad(there(x, ids, scores).sum(), [x, scores])
+def test_changes_between_forward_and_backward(offloaded):
+    """Another's weights are used for one call. In place a change is refused, as on the device."""
+    there, here, device = twins(offloaded, hidden=HIDDEN[:1])
+    (layer,), inputs = here.layers, make_inputs()
+    x, scores = inputs
+    state = {name: t.flip(0) for name, t in there.layers[0].state_dict().items()}
+    want = torch.autograd.grad(there(*inputs).sum(), inputs)
     with device:
-        out = here(x, ids, scores)
-        torch.func.functional_call(here, state, (x, ids, scores))
-        assert_equal(torch.autograd.grad(out.sum(), [x, scores]), want)
-
-
-def test_changed_between_forward_and_backward(offloaded):
-    """In place it is refused, as on the device."""
-    here, device = offloaded(Layers())
-    inputs = make_inputs()
-    for name in ("w13", "w2_scale"):
-        with device:
+        out = here(*inputs)
+        torch.func.functional_call(layer, state, (x, here.ids, scores))
+        assert_equal(torch.autograd.grad(out.sum(), inputs), want)
+        for name in ("w13", "w2_scale"):
             out = here(*inputs)
-            getattr(here.layers[0], name).zero_()
+            getattr(layer, name).zero_()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 out.sum().backward()
 
@@ -355,14 +344,11 @@ def test_two_threads(monkeypatch: pytest.MonkeyPatch):
         assert_equal(got, step(there, given))
 
 
-def test_again_after_adapters(offloaded, capsys: pytest.CaptureFixture[str]):
-    """Of a model that ``device_map`` has placed on one device. Each call says how far it is, on one line."""
+def test_again_after_adapters(offloaded):
+    """Of a model that ``device_map`` has placed on one device."""
     there, other = Layers(), Layers()
     other.hf_device_map = {"": "cpu"}
     here, _ = offloaded(other)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.endswith(": 5 of 5 layers, 0.0 GiB in host memory\n")
-    assert "\roffload_experts: 1 of 5 layers" in said
     for model in (there, here):
         torch.manual_seed(0)
         for experts in model.layers:
@@ -426,20 +412,14 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch):
 def test_moved_models(offloaded):
     """As trainers move them: all but the values goes."""
     here, _ = offloaded(Layers(lora=True))
-    first = here.layers[0]
-    names = [name for name, _ in first.named_parameters()]
-    seen: list[Tensor] = []
-    here._apply(lambda t: seen.append(t) or t)
-    assert {name for name, p in first.named_parameters() if not any(p is t for t in seen)} == {"w13", "w2"}
-    assert {name: p.is_meta for name, p in here.to("meta").layers[0].named_parameters()} == {
-        name: name not in ("w13", "w2") for name in names
-    }
-    assert [name for name, _ in first.named_parameters()] == names
+    before = [name for name, _ in here.layers[0].named_parameters()]
+    after = {name: p.is_meta for name, p in here.to("meta").layers[0].named_parameters()}
+    assert [*after] == before and {name for name, moved in after.items() if not moved} == {"w13", "w2"}
 
 
 @undone()  # the experiment undoes changes
 def test_transformers(offloaded, tmp_path: Path):
-    """Loss and gradients beside PEFT's adapters, checkpointed; tokens that it writes; what it saves."""
+    """Loss and gradients beside PEFT's adapters, checkpointed; what it saves."""
     pytest.importorskip("peft", "0.21")
     from experiments.lora_qwen3_30b import run as experiment
 
@@ -455,11 +435,8 @@ def test_transformers(offloaded, tmp_path: Path):
         with mode:
             loss = experiment.loss_of(model, tokens)
             found.append([loss.detach(), *torch.autograd.grad(loss, adapters)])
-            written = model.eval().generate(input_ids=tokens, max_new_tokens=4, do_sample=False)
-        found[-1].append(written)
     assert_equal(found[1], found[0])
     assert len(device.targets) == 2
-    assert {e[0] for e in device.log} == {"c", "u"}
     states = [model.get_base_model().state_dict() for model in (there, here)]
     assert_equal(states[1].values(), states[0].values())
     trained = next(m for m in here.modules() if "fp8_host" in vars(m)).down_proj.requires_grad_(True)
