@@ -3,10 +3,8 @@
 import copy
 import dataclasses
 import functools
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,15 +123,6 @@ def test_what_clears_a_modules_cache(monkeypatch, clear, kind, frozen):
     assert torch.equal(got, copy.deepcopy(module)(*inputs)) and not torch.equal(got, before)
 
 
-def test_parameters_of_zero_3_are_kept_themselves(monkeypatch):
-    """DeepSpeed frees and refills their ``.data``; an alias would hold the memory that it frees."""
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert operands_module.aliases([weight])[0] is not weight
-    weight.ds_tensor = weight.detach()
-    assert operands_module.aliases([weight])[0] is weight
-
-
 def test_compiling_a_module_leaves_the_buffers_of_others():
     """Their compiled code is shared by modules of one shape, whose buffers are made together."""
     torch.manual_seed(0)
@@ -159,30 +148,17 @@ def test_a_cache_tells_tensors_apart():
     assert len({*keys}) == len(keys) and operands_module.tensor_key(storage[:2]) == keys[0]
     storage.add_(1)
     assert operands_module.tensor_key(storage[:2]) != keys[0]
-    gone = operands_module.tensor_key(torch.randn(1, 128, 128))
-    assert all(operands_module.tensor_key(torch.randn(1, 128, 128)) != gone for _ in range(100))
+    assert len({operands_module.tensor_key(torch.randn(1, 128, 128)) for _ in range(100)}) == 100
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_capture_makes_buffers(monkeypatch):
-    """They would lie in the graph's memory; a refresh that the host asks for would repeat in each replay."""
-    capturing = True
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    cache, sizes = WeightCache(), [operands_module._sizes([torch.empty(2, 128, 128)])]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    sizes = [operands_module._sizes([torch.empty(2, 128, 128)])]
     with refused("fp8_flow_moe.cache_weights", "run it once before the capture", error=RuntimeError):
-        cache._allocate(sizes, torch.device("cuda"))
-    copies, forced = cache.buffers([[torch.empty(2, 128, 128)]]), []
-    monkeypatch.setattr(operands_module, "tensor_key", lambda w: (w, 0))
-    monkeypatch.setattr(
-        ops, "refresh_weight", lambda group, q, q_t, scale, state, steps, force, _: forced.append(force)
-    )
-    first, other = (SimpleNamespace(is_cuda=False, at=at) for at in range(2))
-    for weight in (first, first, other, SimpleNamespace(is_cuda=True), other):
-        assert not copies.replayed or weight is other
-        copies.refresh(0, [weight], None)
-    assert forced == [True, False, True, False, False] and copies.replayed
+        WeightCache()._allocate(sizes, torch.device("cuda"))
 
 
 @pytest.mark.gpu
@@ -315,13 +291,11 @@ def _replace(module, inputs):
 
 
 def _write(module, inputs):
-    """No forward follows."""
     for name, values in _teacher(module).items():
         module.get_parameter(name).data.copy_(values)
 
 
 def _replica(module, inputs):
-    """nn.DataParallel's."""
     replica = module._replicate_for_data_parallel()
     replica._parameters = {name: None for name, p in module._parameters.items() if p is None}
     for name, values in _teacher(module).items():

@@ -165,7 +165,6 @@ def test_what_is_read_last_is_freed_before_the_weight_gradients(monkeypatch, gro
 
 
 def store(how: str, w1: Tensor, w2: Tensor, w3: Tensor) -> list[Tensor]:
-    """The weights as a layer takes them."""
     if how == "apart":
         return [w1, w2, w3]
     weights = [torch.stack([w1, w3], 2).flatten(1, 2) if "interleaved" in how else torch.cat([w1, w3], 1), w2]

@@ -22,7 +22,6 @@ from titan_fp8moe.transformers import register
 
 
 def tiny_qwen3(**changes):
-    """Two layers of six experts."""
     register()
     return make_model(experts_implementation="fp8_flow", **changes).bfloat16()
 

@@ -34,8 +34,6 @@ def ends_of(ids: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A layer of one kind, with its parameters."""
-
     def __init__(self, kind: str, device: str = DEVICE, **settings: Any):
         super().__init__()
         self.kind = kind

@@ -160,7 +160,6 @@ def allocations(make: Callable[[], tuple[Forward, torch.Tensor]], dtype: torch.d
 
 
 def job(T: int, ep: int = 1) -> memory.Job:
-    """A job of T tokens on each of ``ep`` ranks."""
     config = SimpleNamespace(parallelism=None, training=SimpleNamespace(local_batch_size=1, seq_len=T))
     dims = SimpleNamespace(pp_enabled=False, cp=1, tp=1, ep=ep)
     return memory.Job(config, dims, torch.bfloat16, "", lambda module: None, lambda block, part: 0)

@@ -5,9 +5,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.distributed import expert_parallel
 from torchtitan.models.moe.moe import FeedForward, MoE, MoEArgs
 
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
@@ -77,18 +78,18 @@ def test_each_token_is_sent_by_one_tensor_parallel_rank(tokens: int, ranks: int)
     assert served[:, :, 0].sum(1).max() <= -(-tokens // ranks)
 
 
-def test_styles_derived_from_torchtitans_keep_their_hooks(monkeypatch: pytest.MonkeyPatch):
-    """Of torchtitan's own, converted experts take the mesh and need no hooks."""
-
-    class Derived(ExpertParallel):
-        pass
-
-    applied, mesh = [], object()
-    monkeypatch.setattr(ExpertParallel, "_apply", lambda self, module, mesh: applied.append(type(self)) or module)
-    monkeypatch.setattr(parallel, "distribute_module", lambda module, mesh, partition: module)
-    monkeypatch.setattr(ExpertParallel, "_apply", parallel._without_hooks(ExpertParallel, ExpertParallel._apply))
+def test_styles_of_torchtitan_know_converted_experts(group):
+    """They set a mesh and need no hooks. Derived styles keep theirs, and what they have sharded is not taken for
+    whole."""
+    parallel.install()
+    mesh = init_device_mesh(DEVICE, (1,))
+    for style, dim in ((expert_parallel.TensorParallel, "tp_mesh"), (expert_parallel.ExpertParallel, "ep_mesh")):
+        experts = make_converted().experts
+        style()._apply(experts, mesh)
+        assert getattr(experts, dim) is mesh and not experts._forward_pre_hooks
     experts = make_converted().experts
-    Derived()._apply(experts, mesh)
-    assert applied == [Derived] and experts.ep_mesh is None
-    ExpertParallel()._apply(experts, mesh)
-    assert applied == [Derived] and experts.ep_mesh is mesh
+    type("Derived", (expert_parallel.ExpertParallel,), {})()._apply(experts, mesh)
+    assert experts._forward_pre_hooks and experts.ep_mesh is None
+    experts._forward_pre_hooks.clear()
+    with pytest.raises(RuntimeError, match="does not know"):
+        experts(*torch.empty(3, 8, 256))

@@ -14,15 +14,13 @@ from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.torchtitan import metrics
-from titan_fp8moe.trainer import nan_watch as core
-from titan_fp8moe.trainer.nan_watch import NOBODY
+from titan_fp8moe.trainer.nan_watch import NOBODY, NanWatch
 
 NAMES = ["layers.0.feed_forward", "layers.1.moe", "layers.2.moe"]
 
 
 @pytest.fixture(params=[False, True], ids=["local", "expert parallel"])
 def ep_group(request, group):
-    """None for the path without expert parallelism."""
     return group if request.param else None
 
 
@@ -106,18 +104,16 @@ def test_the_first_is_named_once(ep_group, processor, caplog, where, said):
     assert f"showed first in {said}, by step 3" in caplog.text
 
 
-def test_a_late_answer_is_still_the_first(group, processor, monkeypatch, caplog):
+def test_a_late_answer_is_still_the_first(group, caplog):
     """A host that is steps ahead of the device reads what the device has not written yet."""
-    late = iter([True, True, False])
-    monkeypatch.setattr(core, "int", lambda t: NOBODY if next(late) else t.item(), raising=False)
     layers = [nn.Module() for _ in NAMES]
-    metrics.watch(dict(zip(NAMES, layers, strict=True)))
-    with caplog.at_level(logging.WARNING):
-        for step in range(1, 5):
-            processor.model_parts = layers if step > 1 else []  # a rank without layers has seen nothing
-            for layer in {2: [layers[1]], 3: layers}.get(step, []):
-                layer.nan_flags[0, 0] = 1
-            processor.should_log(step)
+    watch = NanWatch(NAMES, dict(zip(NAMES, layers, strict=True)), DEVICE, logging.getLogger())
+    watch.after_step([], 1)  # a rank without layers has seen nothing
+    for layer in (layers[1], layers[0]):
+        layer.nan_flags[0, 0] = 1
+        watch.answer.fill_(NOBODY)
+        watch.after_step(layers, 2)
+    watch.after_step(layers, 3)
     assert "showed first in layers.1.moe, in its input x" in caplog.text
 
 

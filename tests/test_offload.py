@@ -179,7 +179,6 @@ def make_inputs(dim: int = D, device: str = "cpu") -> list[Tensor]:
 
 
 def step(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """Output and all gradients."""
     leaves = [*inputs, *(p for p in model.parameters() if p.requires_grad)]
     out = model(*inputs)
     return [out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves, materialize_grads=True)]
@@ -202,12 +201,10 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], tuple[An
 
 
 def twins(offloaded, *args: Any, **kwargs: Any) -> tuple[Any, Any, LateCopies]:
-    """Equal models with their experts on the device and in host memory, and the second's device."""
     return Layers(*args, **kwargs), *offloaded(Layers(*args, **kwargs))
 
 
 def check(there: nn.Module, here: nn.Module, device: LateCopies, *inputs: Tensor) -> None:
-    """A step of the two, on new inputs."""
     want = step(there, given := [*inputs] or make_inputs())
     with device:
         assert_equal(step(here, given), want)
@@ -412,7 +409,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch):
 def test_moved_models(offloaded):
     """As trainers move them: all but the values goes."""
     here, _ = offloaded(Layers(lora=True))
-    before = [name for name, _ in here.layers[0].named_parameters()]
+    first, seen = here.layers[0], list[Tensor]()
+    before = [name for name, _ in first.named_parameters()]
+    here._apply(lambda t: seen.append(t) or t)
+    assert {name for name, p in first.named_parameters() if not any(p is t for t in seen)} == {"w13", "w2"}
     after = {name: p.is_meta for name, p in here.to("meta").layers[0].named_parameters()}
     assert [*after] == before and {name for name, moved in after.items() if not moved} == {"w13", "w2"}
 

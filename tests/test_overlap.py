@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import _get_work_registry_size
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torchtitan.distributed import expert_parallel
-from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from tests.layer import Lifetimes
 from tests.variants import small_layer
@@ -24,17 +20,13 @@ from titan_fp8moe.dispatch.symmetric import exchange
 from titan_fp8moe.dispatch.symmetric.dispatch import SymmetricDispatch
 from titan_fp8moe.dispatch.symmetric.workspace import Workspace
 from titan_fp8moe.layer.ffn import FFN
-from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.converter import _SAVED_OPS
-from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
 PRODUCTS = "grouped_mm", "grouped_mm_wgrad"
 VERBS = "send", "receive", "send_back", "finish"
 
 
 class Watch:
-    """The calls of functions, in their order."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seen: list[str] = []
         self._monkeypatch = monkeypatch
@@ -50,7 +42,6 @@ class Watch:
             self._monkeypatch.setattr(owner, name, call)
 
     def take(self) -> str:
-        """What has been called since the last time."""
         seen, self.seen[:] = " ".join(self.seen), []
         return seen
 
@@ -72,7 +63,6 @@ def unwaited():
 
 
 def gradients(layer, run=None):
-    """Gradients of a step."""
     return torch.autograd.grad((run or layer.run)().square().sum(), layer.leaves)
 
 
@@ -228,20 +218,6 @@ def test_rows_that_are_not_kept_are_freed(group, monkeypatch, recompute, exchang
     assert lifetimes.calls == expected
 
 
-def test_styles_of_any_module_know_converted_experts(group):
-    """A model's own parallelization may import torchtitan's styles from where they are defined; what a style of its own
-    has sharded is not taken for whole."""
-    parallel.install()
-    mesh, layer = init_device_mesh("cpu", (1,)), MoE(MoEArgs(num_experts=4, top_k=2), dim=128, hidden_dim=128)
-    Fp8FlowMoE.convert(layer, Fp8FlowMoEConfig())
-    experts = layer.experts
-    expert_parallel.TensorParallel()._apply(experts, mesh)
-    assert experts.tp_mesh is mesh and not experts._forward_pre_hooks
-    experts.set_meshes(None, None)
-    with pytest.raises(RuntimeError, match="does not know"):
-        experts(*torch.empty(3, 8, 128))
-
-
 def test_two_forwards_before_their_backwards(group, unwaited):
     """As in a pipeline: each layer's backward gets its own gradients, in whatever order."""
     layers = [shared_layer("all_to_all", group) for _ in range(2)]
@@ -252,28 +228,15 @@ def test_two_forwards_before_their_backwards(group, unwaited):
 
 
 @pytest.mark.gpu
-def test_streams_of_a_layer(tmp_path):
-    """On another than the default stream it computes the same."""
-    dist.init_process_group("nccl", f"file://{tmp_path}/store", rank=0, world_size=1)
-    x, ids, scores = torch.randn(64, 128).cuda(), torch.randint(4, (64, 2)).cuda(), torch.rand(64, 2).cuda()
-    weights = [torch.randn(4, 128, 128).cuda() for _ in range(3)]
-    default, side = torch.cuda.current_stream(), torch.cuda.Stream()
-
-    def layer():
-        leaf = x.clone().requires_grad_()
-        out = routed_experts(leaf, *weights, ids, scores, ep_group=dist.group.WORLD)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), leaf)
-
-    try:
-        want = layer()
-        side.wait_stream(default)
-        with torch.cuda.stream(side):
-            got = layer()
-        torch.cuda.synchronize()
-        assert same(got, want)
-    finally:
-        torch.cuda.set_stream(default)
-        dist.destroy_process_group()
+def test_another_than_the_default_stream(group):
+    with torch.device("cuda"):
+        layer, side = small_layer("plain", Fp8FlowMoEConfig(dispatch="all_to_all"), group), torch.cuda.Stream()
+    want = gradients(layer)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = gradients(layer)
+    torch.cuda.synchronize()
+    assert same(got, want)
 
 
 ERRORS = [("symmetric", FFN, "product", call) for call in range(8)]  # of the forward's four and the backward's

@@ -34,7 +34,6 @@ class Derived(Base):
 
 @pytest.fixture
 def other():
-    """Another package, without changes of this process."""
     module: Any = ModuleType("other")
     module.Base, module.number, module.registry, module.ops, module.hooks = Base, 1, {"a": 1}, {"x"}, {}
     sys.modules["other"] = module

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.reference import make_layer
@@ -23,10 +22,10 @@ from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.rows import Rows
-from titan_fp8moe.torchtitan import metrics
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import fix_shape_inference
+from titan_fp8moe.trainer.nan_watch import log_statistics
 
 corpus = test_cpu_training.corpus
 
@@ -238,27 +237,16 @@ def test_shape_inference_leaves_no_trace(group, monkeypatch):
     assert moe.tokens_per_expert.sum() == 2 * 2 * pairs  # of two steps; each microbatch is recomputed once
 
 
-def test_steps(monkeypatch):
-    """Counting begins after the step before a multiple of N and ends with it; steps between them do not count."""
-    monkeypatch.setattr(metrics, "_watching", [])
-    metrics.look_after_each_step()
+def test_ranks_add_their_counts(monkeypatch):
     logged, reduced = [], []
-    monkeypatch.setattr(torch.distributed, "all_reduce", reduced.append)
-    processor = object.__new__(MetricsProcessor)
-    processor.job_config = SimpleNamespace(
-        fp8_flow_moe=Fp8FlowMoEConfig(statistics_every=3), metrics=SimpleNamespace(log_freq=5)
-    )
-    processor.logger = SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics)))
-    collected = []
-    for step in range(1, 8):
-        if statistics.collecting():
-            collected.append(step)
-        assert processor.should_log(step) == (step in (1, 5))
-    assert collected == [3, 6] and [step for step, _ in logged] == [3, 6] and len(reduced) == 2
-    assert all(name.startswith("fp8_flow_moe/") for name in logged[0][1])
-    processor.job_config.fp8_flow_moe.statistics_every = 0
-    processor.should_log(8)
-    assert not statistics.collecting()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts: reduced.append(counts.mul_(2)))
+    statistics.collect()
+    run_layer(recomputed=False)
+    processor = SimpleNamespace(logger=SimpleNamespace(log=lambda figures, step: logged.append((figures, step))))
+    log_statistics(processor, 3, DEVICE)
+    ((figures, step),) = logged
+    assert figures["fp8_flow_moe/x/nan_tiles"] == 0 and step == 3 and not statistics.collecting()
+    assert reduced[0].split(statistics._SIZES, 1)[1][:, 1:].sum(1).tolist() == [800, 800, 800, 1600, 24]
 
 
 def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):

@@ -49,7 +49,6 @@ class Event:
 
 @pytest.fixture
 def at(monkeypatch) -> Workspace:
-    """A rank's workspace, as on a GPU."""
     monkeypatch.setattr(Event, "nodes", None)
     current = Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
