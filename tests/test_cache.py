@@ -5,21 +5,14 @@ import dataclasses
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.layer import DEVICE, apply_layer, assert_equal, generations, make_layer, refused, saved_bytes
-from titan_fp8moe import (
-    Fp8FlowLinear,
-    Fp8FlowMoEConfig,
-    RoutedExperts,
-    WeightCache,
-    grouped_ffn,
-    ops,
-    recipe,
-)
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, grouped_ffn, ops, recipe
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
 from titan_fp8moe.layer.group import feed_forward, linear
@@ -155,59 +148,61 @@ def test_a_cache_tells_tensors_apart():
 
 
 def test_no_capture_makes_buffers(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    sizes = [operands_module._sizes([torch.empty(2, 128, 128)])]
+    """They would lie in the graph's memory; a refresh that the host asks for would repeat in each replay."""
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    cache, sizes = WeightCache(), [operands_module._sizes([torch.empty(2, 128, 128)])]
     with refused("fp8_flow_moe.cache_weights", "run it once before the capture", error=RuntimeError):
-        WeightCache()._allocate(sizes, torch.device("cuda"))
+        cache._allocate(sizes, torch.device("cuda"))
+    copies, forced = cache.buffers([[torch.empty(2, 128, 128)]]), []
+    monkeypatch.setattr(operands_module, "tensor_key", lambda w: (w, 0))
+    monkeypatch.setattr(
+        ops, "refresh_weight", lambda group, q, q_t, scale, state, steps, force, _: forced.append(force)
+    )
+    first, other = (SimpleNamespace(is_cuda=False, at=at) for at in range(2))
+    for weight in (first, first, other, SimpleNamespace(is_cuda=True), other):
+        assert not copies.replayed or weight is other
+        copies.refresh(0, [weight], None)
+    assert forced == [True, False, True, False, False] and copies.replayed
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("layouts", ["both", "forward"])
-def test_replays_of_a_captured_step(layouts):
-    """Two microbatches and the optimizer's step in one graph, and two graphs of one microbatch each: as eager steps."""
-    for whole in (True, False):
-        steps = [_train(layouts, whole, captured) for captured in (False, True)]
-        assert_equal(*steps)
+def test_replays_of_a_captured_step(layouts, whole):
+    """Two microbatches and the optimizer's step in one graph, or a microbatch: as eager steps."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        layer, stream, graph = Layer(layouts=layouts), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        optimizer, grads = torch.optim.SGD(layer.weights, lr=1e-4), [torch.zeros_like(w) for w in layer.weights]
+        for w, grad in zip(layer.weights, grads, strict=True):
+            w.grad = grad
 
+        def step(layer=layer, optimizer=optimizer, grads=grads):
+            for _ in range(2 if whole else 1):
+                out = layer.forward(layer.cache)
+                torch._foreach_add_(grads, torch.autograd.grad(out, [*layer.weights], torch.ones_like(out)))
+            if whole:
+                optimizer.step()
 
-def _train(layouts, whole, captured):
-    torch.manual_seed(0)
-    layer = Layer(layouts=layouts)
-    optimizer = torch.optim.SGD(layer.weights, lr=1e-4)
-    for w in layer.weights:
-        w.grad = torch.zeros_like(w)
-
-    def microbatch():
-        out = layer.forward(layer.cache)
-        grads = torch.autograd.grad(out, [*layer.weights], torch.ones_like(out))
-        torch._foreach_add_([w.grad for w in layer.weights], grads)
-
-    def step():
-        microbatch()
-        microbatch()
-        optimizer.step()
-
-    body = step if whole else microbatch
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()  # the tensors were made on another stream
-    with torch.cuda.stream(stream):
-        body()
-    torch.cuda.synchronize()
-    run = body
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            body()
-        run = graph.replay
-    for i in range(4):
-        run()
-        if not whole and i % 2:
-            optimizer.step()
-        if i == 2:
-            for w in layer.weights:
-                w.data.mul_(1.5)  # as an EMA swap, or a foreign optimizer
-    torch.cuda.synchronize()
-    return [w.detach().clone() for w in layer.weights] + [w.grad for w in layer.weights]
+        torch.cuda.synchronize()  # the tensors were made on another stream
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        if captured:
+            with torch.cuda.graph(graph, stream=stream):
+                step()
+        for i in range(4):
+            (graph.replay if captured else step)()
+            if not whole and i % 2:
+                optimizer.step()
+            if i == 2:
+                for w in layer.weights:
+                    w.data.mul_(1.5)  # as an EMA swap, or a foreign optimizer
+        torch.cuda.synchronize()
+        results.append([*(w.detach().clone() for w in layer.weights), *grads])
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
@@ -250,27 +245,41 @@ def test_frozen_weights(kind, save_h, recompute):
 
 
 def _make(kind, trained, seed=0):
-    """A module that keeps quantized weights, its inputs, the first of which needs a gradient, and its weights."""
+    """A module that keeps quantized weights, or has them stored, and its inputs, whose first needs a gradient."""
     torch.manual_seed(seed)
     config = Fp8FlowMoEConfig(cache_weights=trained)
     x = torch.randn(64, 128, device=DEVICE, requires_grad=True)
     if kind == "linear":
-        module, inputs = Fp8FlowLinear(128, 128, config=config, device=DEVICE), (x,)
-    else:
-        layouts = dict(cache_layouts=kind) if trained else {}
-        config = dataclasses.replace(config, **layouts, recompute="experts" if kind == "forward" else "activation")
-        module = RoutedExperts(4, 128, 128, config=config, device=DEVICE)
-        scores, ids = torch.rand(64, 4, device=DEVICE).topk(2)
-        inputs = x, ids, scores
-    return module.requires_grad_(trained), inputs
+        return Fp8FlowLinear(128, 128, config=config, device=DEVICE).requires_grad_(trained), (x,)
+    layouts = dict(cache_layouts=kind) if trained else {}
+    config = dataclasses.replace(config, **layouts, recompute="experts" if kind == "forward" else "activation")
+    module = RoutedExperts(4, 128, 128, config=config, device=DEVICE).requires_grad_(trained)
+    if kind == "stored":
+        module = RoutedExperts.from_fp8(*map(ops.Fp8Weight.quantize, (module.w1, module.w2, module.w3)))
+    scores, ids = torch.rand(64, 4, device=DEVICE).topk(2)
+    return module, (x, ids, scores)
 
 
 def _teacher(module):
-    return {name: torch.randn_like(p) * 0.05 for name, p in module.named_parameters()}
+    weights = module.named_parameters()
+    return {name: torch.randn_like(p) * 0.05 if p.is_floating_point() else p.flip(0) for name, p in weights}
 
 
-def _functional_call(module, inputs):
-    torch.func.functional_call(module, _teacher(module), inputs)
+def _functional_call(module, inputs, wrap=lambda call: call):
+    """The outputs of a teacher, whose backward comes between two of the student's."""
+    teacher, other = _teacher(module), copy.deepcopy(module)
+    got = wrap(lambda *inputs: torch.func.functional_call(module, teacher, inputs))(*inputs)
+    want = torch.func.functional_call(other, teacher, inputs)
+    assert torch.equal(got, want)
+    return got, want
+
+
+def _compiled(function):
+    return torch.compile(function, backend="aot_eager", fullgraph=True)
+
+
+def _compiled_call(module, inputs):
+    return _functional_call(module, inputs, _compiled)
 
 
 def _swap(module, inputs):
@@ -303,56 +312,49 @@ def _replica(module, inputs):
     replica(*inputs)
 
 
-BETWEEN = [_functional_call, _swap, _replace, _write, _replica]
+def _checkpointed(module, **options):
+    return functools.partial(checkpoint, module, use_reentrant=False, **options)
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "cached"])
-@pytest.mark.parametrize("kind", ["both", "forward", "linear"])
-def test_a_backward_has_the_weights_of_its_forward(kind, trained, between):
-    """Whoever uses the module in between, with gradients or without; and the module goes on right."""
+def _checkpointed_by_op(module):
+    return _checkpointed(module, context_fn=lambda: create_selective_checkpoint_contexts([*SAVED_OPS]))
+
+
+BETWEEN = [
+    (kind, lambda module: module, between)
+    for kind in ("both", "forward", "linear")
+    for between in (_functional_call, _swap, _replace, _write, _replica)
+]
+BETWEEN += [("both", way, _functional_call) for way in (_checkpointed, _checkpointed_by_op, _compiled)]
+BETWEEN += [("both", _compiled, _compiled_call)]
+STORED = [("stored", False, lambda module: module, between) for between in (_functional_call, _replace)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "trained", "way", "between"), [(case[0], t, *case[1:]) for case in BETWEEN for t in (False, True)] + STORED
+)
+def test_a_backward_has_the_weights_of_its_forward(kind, trained, way, between):
+    """Whoever uses the module in between, with gradients or without; and the module goes on right. Generations are in
+    graphs, where the device compares them. A loader may replace the memory of stored weights."""
+    torch._dynamo.reset()
     module, inputs = _make(kind, trained)
     want = torch.autograd.grad(module(*inputs).sum(), inputs[0])
     for grad in (False, True):
         module, inputs = _make(kind, trained)
-        first, second = module(*inputs), module(*inputs)
+        run = way(module)
+        first, second = run(*inputs), run(*inputs)
         with torch.set_grad_enabled(grad):
-            between(module, inputs)
+            outs = between(module, inputs)
         assert_equal(torch.autograd.grad(first.sum(), inputs[0]), want)
+        if grad and outs:
+            assert_equal(*(torch.autograd.grad(out.sum(), inputs[0]) for out in outs))
         assert_equal(torch.autograd.grad(second.sum(), inputs[0]), want)
         assert torch.equal(module(*inputs), copy.deepcopy(module)(*inputs))
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
-@pytest.mark.parametrize("kind", ["both", "forward", "linear"])
-def test_a_student_and_a_teacher_go_backward(kind, order):
-    """After the forwards of both: a backward that makes its copies again takes those of the other away."""
-    module, inputs = _make(kind, trained=True)
-    weights = dict(module.named_parameters()), _teacher(module)
-
-    def forward(module, used):
-        return torch.func.functional_call(module, used, inputs).sum()
-
-    want = [torch.autograd.grad(forward(copy.deepcopy(module), used), inputs[0]) for used in weights]
-    outs = [forward(module, used) for used in weights]
-    for i in order:
-        assert_equal(torch.autograd.grad(outs[i], inputs[0]), want[i])
-
-
-@pytest.mark.parametrize("kind", ["swiglu", "stored"])
-def test_shared_and_stored_weights_of_a_forward(kind):
-    """Shared experts' copies, and weights that are stored in FP8, whose memory a loader may replace."""
-    torch.manual_seed(0)
+def test_shared_experts_of_a_forward():
     x, scores, ids, weights = make_layer(64)
     x.requires_grad_()
-    if kind == "stored":
-        experts = RoutedExperts.from_fp8(*(ops.Fp8Weight.quantize(w) for w in weights))
-        out, others = experts(x, ids, scores), [-p.view(torch.int8) for p in experts.parameters()]
-        (want,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-        for p, other in zip(experts.parameters(), others, strict=True):
-            p.data = other.view(torch.uint8)
-        assert_equal(torch.autograd.grad(out.sum(), x), [want])
-        return
     routed, cache = ExpertWeights(*(w.detach() for w in weights)), WeightCache()
     shared, other = (ExpertWeights(*(torch.randn_like(w[0]) * 0.05 for w in weights)) for _ in range(2))
     options = dict(config=Fp8FlowMoEConfig(), frozen=True, shared_cache=cache, shared_frozen=True)
@@ -370,35 +372,6 @@ def test_parameters_that_have_been_written_are_refused():
         module.w1.mul_(2)
     with refused("modified by an inplace operation", error=RuntimeError):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "checkpoint by op", "compiled", "both compiled"])
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "cached"])
-def test_a_teacher_between(trained, way):
-    """A recomputation runs the forward again, or keeps its results. Generations are in graphs, and the device compares
-    them."""
-    torch._dynamo.reset()
-    module, inputs = _make("both", trained)
-    want = torch.autograd.grad(module(*inputs).sum(), inputs[0])
-    run, teacher = module, _teacher(module)
-
-    def with_teacher(*inputs):
-        return torch.func.functional_call(module, teacher, inputs)
-
-    if "compiled" in way:
-        run = torch.compile(module, backend="aot_eager", fullgraph=True)
-    else:
-        run = functools.partial(checkpoint, module, use_reentrant=False)
-    if way == "checkpoint by op":
-        run = functools.partial(run, context_fn=lambda: create_selective_checkpoint_contexts([*SAVED_OPS]))
-    if way == "both compiled":
-        with_teacher = torch.compile(with_teacher, backend="aot_eager", fullgraph=True)
-    want_of_teacher = with_teacher(*inputs)
-    for _ in range(2):
-        out = run(*inputs)
-        with torch.no_grad():
-            assert torch.equal(with_teacher(*inputs), want_of_teacher)
-        assert_equal(torch.autograd.grad(out.sum(), inputs[0]), want)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "cached"])

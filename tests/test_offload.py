@@ -136,15 +136,7 @@ class Layers(nn.Module):
 
     cycles = 0
 
-    def __init__(
-        self,
-        recompute: Any = "none",
-        lora: bool = False,
-        hidden: tuple[int, ...] = HIDDEN,
-        dim: int = D,
-        device: str = "cpu",
-        **options: Any,
-    ):
+    def __init__(self, recompute="none", lora=False, hidden=HIDDEN, dim=D, device="cpu", **options):
         super().__init__()
         torch.manual_seed(torch.initial_seed())
         self.order, self.checkpointed, self.layers = [*range(len(hidden))], False, nn.ModuleList()
