@@ -68,30 +68,20 @@ def test_each_change_is_listed_once_and_undone(other, caplog):
     assert other.ops == {"x"} and other.number == 1 and other.registry == {"a": 1} and not patches.listed()
 
 
-def test_a_value_is_put_again(other):
-    """The first one is what undoing restores."""
-    for value in (2, 3):
-        patches.put(other, "number", value, **ON)
-        assert other.number == value
-    with undone():
+def test_a_value_that_is_put_twice(other):
+    """By one module, or by two. Undoing restores the first value, and changes are made again in their order."""
+    put = lambda value: patches.put(other, "number", value, **ON)  # noqa: E731
+    elsewhere = FunctionType(put.__code__, globals() | {"__name__": "elsewhere"}, closure=put.__closure__)
+    for again, listed in ((put, 1), (elsewhere, 2)):
+        put(2)
+        again(3)
+        assert other.number == 3 and len(patches.listed()) == listed
+        with undone():
+            assert other.number == 1
+            put(4)
+        assert other.number == 3
+        patches.undo_all()
         assert other.number == 1
-        patches.put(other, "number", 4, **ON)
-    assert other.number == 3 and len(patches.listed()) == 1
-    patches.undo_all()
-    assert other.number == 1
-
-
-def test_two_modules_change_one_value(other):
-    """They are undone from the last to the first, and made again in their order."""
-    patches.put(other, "number", 2, **ON)
-    put = lambda: patches.put(other, "number", 3, **ON)  # noqa: E731
-    FunctionType(put.__code__, globals() | {"__name__": "elsewhere"}, closure=put.__closure__)()
-    assert len(patches.listed()) == 2
-    with undone():
-        assert other.number == 1
-    assert other.number == 3
-    patches.undo_all()
-    assert other.number == 1
 
 
 @pytest.mark.parametrize("users_first", [False, True])
