@@ -111,15 +111,10 @@ class Ledger:
         self.keys = {name: Key(records, **fields) for name, fields in ledger["records"].items()}
         self.names = self.keys | {name: row["value"] for name, row in source("published").items()} | {"code": code}
 
-    def records(self) -> list[Record]:
-        """The records of all keys."""
-        return [record for key in self.keys.values() for record in key]
-
     def unused(self) -> list[str]:
         """Keys of records that no line has, and sections without a page."""
-        words = {
-            word for lines in self.pages.values() for of in lines.values() for word in re.findall(r"\w+", " ".join(of))
-        }
+        expressions = [each for lines in self.pages.values() for of in lines.values() for each in of]
+        words = set(re.findall(r"\w+", " ".join(expressions)))
         return [*(self.keys.keys() - words), *(name for name in self.pages if not (ROOT / name).exists())]
 
     def page(self, name: str, text: str) -> tuple[str, list[str]]:

@@ -13,21 +13,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from experiments import check
-from experiments.check import Record, newest, place
+from experiments.check import ROOT, Record, newest, place
 from experiments.records import script_parser, write_list
 from experiments.timing import AFTER_IDLING, BACK_TO_BACK, WITH_BUSY_SMS
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("throughput", "kernels", "expert_parallel", "transformers", "numerics", "lora_qwen3_30b", "convergence")
 PAGES = [
-    "README.md",
-    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
-    *(f"experiments/{folder}/README.md" for folder in FOLDERS),
+    str(path.relative_to(ROOT))
+    for pages in ("README.md", "docs/*.md", "experiments/*/README.md")
+    for path in sorted(ROOT.glob(pages))
 ]
+FILES = sorted(ROOT.glob("experiments/*/results.json"))
 PEERS = {  # titles of columns, and the references of which each shows the best
     "torchtitan's bf16": ("bf16",),
     "bf16, compiled whole": ("bf16_whole",),
@@ -37,10 +36,10 @@ PEERS = {  # titles of columns, and the references of which each shows the best
 }
 BF16 = [*PEERS][:3]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SCRIPT = re.compile(r".*?(-m \S+|\.(py|sh)\b)")  # a command without its script's options
 STATES = (BACK_TO_BACK, AFTER_IDLING, WITH_BUSY_SMS)
 COPIES = ("copy", "copy of as many bytes")
-Found = dict[str, Record]
-"""Records of one name and shape, by reference."""
+Found = dict[str, Record]  # of one name and shape, by reference
 Rows = Iterator[list[str]]
 
 
@@ -52,22 +51,23 @@ class Records:
         self.used: list[Record] = []
 
     def of(self, name: str, shape: str, hardware: str = "", commit: str = "") -> Found:
-        """Records of the newest run by reference, on that ``hardware`` and of that ``commit`` if they are given: others
-        met another machine or another state."""
+        """Records of the newest run by reference, on that ``hardware`` and of that ``commit`` if they are given."""
         named = [r for r in self.all if place(r) == (name, shape)]
         found = newest([r for r in named if hardware in r["hardware"] and commit in r["commit"]])
         self.used += found
         return {r["reference"]: r for r in found}
 
-    def pair(self, name: str, shape: str, **options: str) -> "Pair":
+    def pair(self, name: str, shape: str, **options: str) -> tuple[Found, Found]:
         """:meth:`of` for speed and for memory."""
-        return Pair(*(self.of(f"{name}{kind}", shape, **options) for kind in ("", " memory")))
+        return (self.of(name, shape, **options), self.of(f"{name} memory", shape, **options))
 
-    def runs(self, name: str, shape: str) -> list[Found]:
-        """:meth:`of` each card, split by invocation: the runs of one took turns on one machine."""
+    def runs(self, name: str, shape: str, older: bool = False) -> list[Found]:
+        """:meth:`of` each card, split by invocation: the runs of one took turns on one machine. ``older``: also of
+        other commits than the newest."""
         found: dict[tuple[str, str], Found] = {}
-        for gpu in dict.fromkeys(r["hardware"] for r in self.all if place(r) == (name, shape)):
-            for reference, r in self.of(name, shape, hardware=gpu).items():
+        states = ((r["hardware"], r["commit"] if older else "") for r in self.all if place(r) == (name, shape))
+        for gpu, commit in dict.fromkeys(states):
+            for reference, r in self.of(name, shape, hardware=gpu, commit=commit).items():
                 found.setdefault((gpu, r["command"]), {})[reference] = r
         return [*found.values()]
 
@@ -83,8 +83,7 @@ TABLES: dict[str, Callable[[Records], str]] = {}
 
 
 def table(*head: str, name: str = "", **options: Any) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
-    """Adds to :data:`TABLES`, under its name or ``name``, a function that yields a table's rows, the first
-    one of a table without ``head`` included."""
+    """Adds a function that yields a table's rows to :data:`TABLES`. Without ``head`` the first row is the head."""
 
     def register(rows: Callable[..., Rows]) -> Callable[..., Rows]:
         TABLES[name or rows.__name__] = lambda records: markdown(*[head] * bool(head), *rows(records, **options))
@@ -94,11 +93,7 @@ def table(*head: str, name: str = "", **options: Any) -> Callable[[Callable[...,
 
 
 def read() -> Records:
-    return Records([record for path in record_files() for record in json.loads(path.read_text())])
-
-
-def record_files() -> list[Path]:
-    return sorted((ROOT / "experiments").glob("*/results.json"))
+    return Records([record for path in FILES for record in json.loads(path.read_text())])
 
 
 # --- cells ------------------------------------------------------------------------------------------------------------
@@ -161,24 +156,11 @@ def card(record: Record) -> str:
     return record["hardware"].split("NVIDIA ")[-1].split()[0]
 
 
-class Pair(NamedTuple):
-    """Speed and memory of one setting."""
-
-    speed: Found
-    memory: Found
-
-    def cell(self, reference: str) -> str:
-        return joined(*(cell(found, reference) for found in self))
-
-    def over_strongest(self, references: Iterable[str]) -> list[str]:
-        """Our speed and its ratio over the strongest reference, bold unless that is stock bf16; what both reserve."""
-        peers = strongest(self.speed, references)
-        mine = ours(self.speed, *peers)
-        return [
-            mine.replace("**", "") if peers == ["bf16"] else mine,
-            cell(self.memory, *peers or [""]),
-            ours(self.memory),
-        ]
+def over_strongest(speed: Found, memory: Found, references: Iterable[str]) -> list[str]:
+    """Our speed and its ratio over the strongest reference, bold unless that is stock bf16; what both reserve."""
+    peers = strongest(speed, references)
+    mine = ours(speed, *peers)
+    return [mine.replace("**", "") if peers == ["bf16"] else mine, cell(memory, *peers or [""]), ours(memory)]
 
 
 def markdown(head: list[str], *rows: list[str]) -> str:
@@ -188,22 +170,16 @@ def markdown(head: list[str], *rows: list[str]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("  ", " ") for line in lines)
 
 
-def script(command: str) -> str:
-    """A command up to its script, without the script's options."""
-    return re.match(r".*?(-m \S+|\.(py|sh)\b)", command)[0]
-
-
-def source(used: list[Record]) -> str:
+def provenance(used: list[Record]) -> str:
     """Hardware, dates, commits and commands of a table's records."""
 
-    def unique(key: Callable[[Record], str]) -> str:
-        return ", ".join(sorted({key(record) for record in used}))
+    def unique(values: Iterable[str]) -> str:
+        return ", ".join(sorted(set(values)))
 
-    hardware = unique(lambda r: r["hardware"].replace("1 x ", "one "))
-    measured = [point for record in used for point in record.get("points", {"": record}).values()]
-    commits = ", ".join(sorted({f"`{point['commit']}`" for point in measured}))
-    commands = unique(lambda r: f"`{script(r['command'])}`")
-    return f"Measured on {hardware}; {unique(lambda r: r['date'])}; commit {commits}; {commands}."
+    hardware = unique(r["hardware"].replace("1 x ", "one ") for r in used)
+    commits = unique(f"`{of['commit']}`" for r in used for of in r.get("points", {"": r}).values())
+    commands = unique(f"`{SCRIPT.match(r['command'])[0]}`" for r in used)
+    return f"Measured on {hardware}; {unique(r['date'] for r in used)}; commit {commits}; {commands}."
 
 
 # --- tables of shapes by the GPU's state ------------------------------------------------------------------------------
@@ -218,23 +194,13 @@ def field(found: Found, key: str) -> str:
     return number(first(found)[key])
 
 
-def tflops(found: Found, reference: str = "") -> str:
-    if not reference:
-        return f"{first(found)['value']:.0f}"
-    return f"{found[reference]['reference_value']:.0f}" if reference in found else ""
-
-
-def with_gpu_busy(text: Callable[..., str]) -> Callable[..., str]:
+def with_gpu_busy(text: Callable[..., str], found: Found, *args: str) -> str:
     """``text`` of records, then of the time in which the GPU was busy."""
-
-    def both(found: Found, *args: str) -> str:
-        busy = {}
-        for reference, r in found.items():
-            mine, theirs = r["gpu_busy"], r["reference_gpu_busy"]
-            busy[reference] = r | dict(value=mine, reference_value=theirs, speedup=theirs / mine)
-        return " / ".join(filter(None, (text(each, *args) for each in (found, busy))))
-
-    return both
+    busy = {}
+    for reference, r in found.items():
+        mine, theirs = r["gpu_busy"], r["reference_gpu_busy"]
+        busy[reference] = r | dict(value=mine, reference_value=theirs, speedup=theirs / mine)
+    return " / ".join(filter(None, (text(each, *args) for each in (found, busy))))
 
 
 _TE = [f"TransformerEngine{way}" for way in ("", ", native", ", one weight")]
@@ -250,7 +216,8 @@ STATED = {
     ),
     "transformer_engine": (
         "routed_experts_te.*", f"{_MS}, {BACK_TO_BACK} / GPU busy",
-        {peer: (1, "", with_gpu_busy(cell), peer) for peer in _TE} | {_OURS: (1, "", with_gpu_busy(ours), *_TE)},
+        {peer: (1, "", partial(with_gpu_busy, cell), peer) for peer in _TE}
+        | {_OURS: (1, "", partial(with_gpu_busy, ours), *_TE)},
     ),
     "routed_vs_fused_bf16": (
         "routed_vs_fused_bf16", _MS,
@@ -271,9 +238,9 @@ STATED = {
     ),
     "gemms": (
         "grouped_mm(_wgrad)?", f"TFLOP/s {' / '.join(STATES)}",
-        {_OURS: (3, "", tflops), "bf16 `_grouped_mm`": (2, "", tflops, "bf16"),
-         "rowwise `_scaled_grouped_mm`": (2, "", tflops, "torchao rowwise"), "DeepGEMM": (2, "", tflops, "deepgemm"),
-         "ours to fp32": (3, "_fp32", tflops)},
+        {_OURS: (3, "", ours), "bf16 `_grouped_mm`": (2, "", cell, "bf16"),
+         "rowwise `_scaled_grouped_mm`": (2, "", cell, "torchao rowwise"), "DeepGEMM": (2, "", cell, "deepgemm"),
+         "ours to fp32": (3, "_fp32", ours)},
     ),
 }  # fmt: skip
 
@@ -286,7 +253,7 @@ def stated(records: Records, pattern: str, columns: dict[str, tuple[Any, ...]]) 
             cells = []
             for states, end, text, *args in columns.values():
                 found = [records.of(name + end, f"{base}, {state}") for state in STATES[:states]]
-                cells.append(" / ".join(text(each, *args) if each else "" for each in found).rstrip(" /"))
+                cells.append(" / ".join(text(each, *args) for each in found if each).rstrip(" /"))
             yield [joined(layer(base), name.partition(", ")[2]), *cells]
 
 
@@ -296,7 +263,6 @@ for _name, (_pattern, _head, _columns) in STATED.items():
 
 @table("dense FFN", "", "bf16, ms", "titan_fp8moe, ms", "ratio", "roofline", "of it")
 def dense_linears(records: Records) -> Rows:
-    """Linears of dense FFNs and whole FFNs against bf16; of linears also the ratio that a roofline allows."""
     for name, shape in records.named("dense_(linears|ffn).*"):
         found = first(records.of(name, shape))
         bound = found.get("roofline")
@@ -307,7 +273,6 @@ def dense_linears(records: Records) -> Rows:
 
 @table("", "shape", "GB/s of a copy, TFLOP/s of ours", "cuBLAS bf16", "cuBLAS FP8 per tensor")
 def peaks(records: Records) -> Rows:
-    """What the GPU reaches: a copy in GB/s, products in TFLOP/s."""
     for name, shape in records.named("peak (copy|product)"):
         found = records.of(name, shape)
         yield [name.removeprefix("peak "), shape, ours(found), cell(found, "bf16"), cell(found, "fp8 per tensor")]
@@ -318,78 +283,56 @@ def peaks(records: Records) -> Rows:
 SHORT = {
     ", 1 GPU": "",
     ", random routing": "",
+    ", forced routing": "",
     "model routing": "own routing",
-    "activation_checkpoint.mode=full": "full checkpointing",
     "parallelism.expert_parallel_degree=1": "FSDP 2",  # not EP 2
     "parallelism.tensor_parallel_degree=2": "TP 2 with EP 2",
 }
 
 
-def setting(shape: str, *left_out: str) -> str:
-    """A shape as tables show it, without what all rows of a table share."""
-    for text, title in (SHORT | dict.fromkeys(left_out, "")).items():
+def setting(shape: str) -> str:
+    """A shape as tables show it."""
+    for text, title in SHORT.items():
         shape = shape.replace(text, title)
     return shape
 
 
-OTHER_SETTINGS = re.compile(r"flex.* 1 GPU$|forced routing|checkpoint\.mode=full")
-"""Shapes that were not measured beside fused bf16."""
-_STRONGEST = "bf16_fused:checkpointing=saved,ep=1"
-
-
 _TRAINED = r"train_(16b|qwen3_30b)( dispatch=symmetric(?! memory).*)?(?<! memory)"
+_TRAINED03 = r"train_\S+_titan03( \S+=\S+)*"
+_LLAMA = r"train_llama3_\w+(.*=\S+)?"
 _DENSE = {name.replace("_", " "): (name,) for name in ("bf16", "float8_tensorwise", "float8_rowwise")}
+_TITAN03 = {
+    "bf16": ("bf16",),
+    "bf16, experts outside of FSDP": ("bf16_outside_fsdp",),
+    "bf16, `fused_swiglu`": ("bf16_fused_swiglu",),
+    "bf16, both, grouped GEMMs kept": ("bf16_strongest",),
+    "torchao FP8 experts": ("torchao",),
+}
 
 
 @table(*_TOKENS, *PEERS, *_OURS_AND_MEMORY, "spread", name="training", pattern=_TRAINED, columns=PEERS)
-@table(
-    *_TOKENS, *_DENSE, *_OURS_AND_MEMORY, "spread", name="dense", pattern=r"train_llama3_\w+(.*=\S+)?", columns=_DENSE
-)
-def training(records: Records, pattern: str, columns: dict[str, tuple[str, ...]]) -> Rows:
+@table(*_TOKENS, *_DENSE, *_OURS_AND_MEMORY, "spread", name="dense", pattern=_LLAMA, columns=_DENSE)
+@table(*_TOKENS, *_TITAN03, *_OURS_AND_MEMORY, name="titan03", pattern=_TRAINED03, columns=_TITAN03, older=True)
+def training(records: Records, pattern: str, columns: dict[str, tuple[str, ...]], older: bool = False) -> Rows:
     """Tokens/s of each setting and GiB of the strongest and ours, a row for an invocation with bf16 or other FP8."""
-    for name, shape in records.named(pattern, "bf16", "bf16_fused:checkpointing=saved", _STRONGEST):
-        if OTHER_SETTINGS.search(shape):
-            continue
-        memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape)}
-        for speed in records.runs(name, shape):
+    for name, shape in sorted(records.named(pattern), key=lambda of: "GPUs" in of[1]):
+        memories = {first(found)["command"]: found for found in records.runs(f"{name} memory", shape, older)}
+        for speed in records.runs(name, shape, older):
             speed = {key: r for key, r in speed.items() if not re.search("checkpointing=(none|full)", key)}
             peers = [best(speed, names) for names in columns.values()]
             if not any(peers):
                 continue  # other checkpointing, which has a table of its own
-            run = Pair(speed, memories.get(first(speed)["command"], {}))
+            memory = memories.get(first(speed)["command"], {})
             cells = [f"{cell(speed, peer)} {option(peer)}".strip() for peer in peers]
             title = joined(setting(shape), name.partition(" ")[2])
-            yield [title, card(first(speed)), *cells, *run.over_strongest(peers), spread(speed)]
-
-
-TITAN03 = {
-    "bf16": "bf16",
-    "bf16_outside_fsdp": "bf16, experts outside of FSDP",
-    "bf16_fused_swiglu": "bf16, `fused_swiglu`",
-    "bf16_strongest": "bf16, both, grouped GEMMs kept",
-    "torchao": "torchao FP8 experts",
-}
-
-
-@table(*_TOKENS, *TITAN03.values(), *_OURS_AND_MEMORY)
-def titan03(records: Records) -> Rows:
-    """Training under torchtitan 0.3, one row for each setting, options of ours, card and commit; several GPUs last."""
-    places = records.named(r"train_\S+_titan03( \S+=\S+)*")
-    for name, shape in sorted(places, key=lambda of: "GPUs" in of[1]):
-        same = [r for r in records.all if place(r) == (name, shape)]
-        for gpu, commit in dict.fromkeys((card(r), r["commit"]) for r in same):
-            found = records.pair(name, shape, hardware=gpu, commit=commit)
-            title = joined(setting(shape, ", flex", ", forced routing"), *name.split()[1:])
-            cells = [cell(found.speed, peer) for peer in TITAN03]
-            yield [title, gpu, *cells, *found.over_strongest(TITAN03)]
+            yield [title, card(first(speed)), *cells, *over_strongest(speed, memory, peers), spread(speed)]
 
 
 @table("s", *(f"{who}{what}" for who in ("bf16", _OURS) for what in ("", ", from the launch")), "spread")
 def first_steps(records: Records) -> Rows:
-    """Seconds of training's first step with empty caches, and from the launch."""
     for name, shape in records.named("train_.* first step"):
         step, launch = (records.of(name.replace("first step", what), shape) for what in ("first step", "from launch"))
-        title = setting(shape, ", forced routing") + ", torchtitan 0.3" * ("titan03" in name)
+        title = setting(shape) + ", torchtitan 0.3" * ("titan03" in name)
         yield [title, cell(step, "bf16"), cell(launch, "bf16"), ours(step), ours(launch), spread(step)]
 
 
@@ -410,17 +353,17 @@ def checkpointing(records: Records) -> Rows:
             for gpu, commit in dict.fromkeys((r["hardware"], r["commit"]) for r in fused):
                 bf16 = records.pair(name, shape, hardware=gpu, commit=commit)
                 mine = records.pair(name + options.replace(":", " "), shape, hardware=gpu, commit=commit)
-                if any(cells := [bf16.cell(PEERS[peer][0] + options) for peer in BF16]):
+                if any(cells := [joined(*(cell(of, PEERS[peer][0] + options) for of in bf16)) for peer in BF16]):
                     yield [setting(shape), title, *cells, joined(*map(ours, mine))]
 
 
 @table("variant", "setting", "tokens/s per GPU, GiB reserved", "of the defaults' speed")
 def variants(records: Records) -> Rows:
-    """Our settings against the defaults."""
     for name, shape in records.named(r"train_16b \S+=\S+", "fp8_flow"):
         if "fp8_flow" in Records(records.all).of(name, shape):  # or the newest run had other references
-            run = records.pair(name, shape)
-            yield [f"`{name.split()[1]}`", setting(shape), joined(*map(ours, run)), ratio(run.speed["fp8_flow"], 3)]
+            speed, memory = records.pair(name, shape)
+            cells = joined(ours(speed), ours(memory)), ratio(speed["fp8_flow"], 3)
+            yield [f"`{name.split()[1]}`", setting(shape), *cells]
 
 
 @table("highest tokens/s", "bf16, fused", "GiB", "with", _OURS, "GiB", "with")
@@ -461,13 +404,12 @@ def layers(records: Records, main: bool) -> Rows:
     """Layers of 8,192 tokens, or all others. Weights are quantized in each microbatch, or once for four."""
     quantizing, kept = "moe_layer_with_weights", "moe_layer with weights kept for 4 microbatches"
     shapes = [shape for _, shape in records.named(quantizing, "bf16 whole") if shape.endswith(", 1 GPU")]
-    fused = [shape for _, shape in records.named(quantizing, "bf16 fused") if layer(shape).endswith("8192 tokens")]
-    for shape in by_model([shape for shape in shapes if (shape in fused) == main]):
+    for shape in by_model([shape for shape in shapes if layer(shape).endswith("8192 tokens") == main]):
         once, four, saved = (records.of(name, shape) for name in (quantizing, kept, "moe_layer saved"))
         row = [layer(shape), *(cell(once, reference) for reference in _BF16_LAYERS)]
         row += [ours(found, *strongest(found, _BF16_LAYERS)) for found in (once, four)]
-        bytes_saved = [saved["bf16"]["reference_value"], first(saved)["value"]] if saved else []
-        yield [*row, *([f"{bytes / 1024:.0f}" for bytes in bytes_saved] or ["", ""])]
+        row += [f"{saved['bf16'][of] / 1024:.0f}" if saved else "" for of in ("reference_value", "value")]
+        yield row
 
 
 @table("variant", "layer", "ms", "of the defaults' speed")
@@ -514,7 +456,6 @@ def transformers(records: Records, one_token: bool) -> Rows:
 
 @table("Qwen3-30B-A3B, or as named", "reference", "its", "experts in FP8, adapters beside them")
 def lora(records: Records) -> Rows:
-    """Adapters of Qwen3-30B-A3B: losses next to bf16, and speed and peak memory with experts in host memory."""
     for name, shape in records.named("lora_qwen3_30b"):
         for reference, r in records.of(name, shape).items():
             if r["unit"] == "nats":
@@ -531,8 +472,7 @@ def lora(records: Records) -> Rows:
 
 @table()
 def data_movement(records: Records) -> Rows:
-    """Share of a device copy by kernel and layer, with few rows also of a copy of as many bytes. Kernels that compute
-    indices move little: their microseconds."""
+    """Share of a device copy, with few rows also of a copy of as many bytes; microseconds of what computes indices."""
     found: dict[str, dict[str, Found]] = {}
     for r in (r for r in records.all if r["reference"] in COPIES and "rows" in r):
         column = f"{r['layer']}, {r['rows']:,} rows, E {r['E']}"
@@ -568,7 +508,6 @@ def exchange(records: Records) -> Rows:
 
 @table("model", "", "bf16", "FP8 against it, 95%", "pairs", "deviation of pairs", "pairs for less")
 def pairs(records: Records) -> Rows:
-    """FP8 against bf16, by pairs of runs."""
     for name, shape in records.named("pairs: .*"):
         r = first(records.of(name, shape))
         half_width, needed = r["pairs_for"]
@@ -582,7 +521,6 @@ def pairs(records: Records) -> Rows:
 
 @table("", "bf16", "bf16, one bit changed", "FP8", "bf16 from itself", "FP8 from bf16")
 def long_run(records: Records) -> Rows:
-    """A long run in bf16, the same with one bit of an initial weight changed, and in FP8."""
     for name, shape in records.named("3,000 steps: .*", "bf16"):
         bf16, changed = records.of(name, shape).values()
         digits = ".4f" if bf16["unit"] == "nats" else ",.0f" if "tokens" in bf16["unit"] else ".1f"
@@ -625,20 +563,17 @@ def gradient_noise(records: Records) -> Rows:
 
 @table("what", "figure", "hardware", "source")
 def published(records: Records) -> Rows:
-    """Figures of others, which ran on their own hardware."""
     for row in check.source("published").values():
         figure = f"{row['value']:,} {row['unit']}".replace(" %", "%")
         yield [row["what"], figure, row["hardware"], f"[link]({row['link']})"]
 
 
-MODELS = {"moe16b": "DeepSeek-V3 16B, local batch 4", "qwen3": "Qwen3-30B-A3B, local batch 2"}
-"""Models of ``dry_runs.json``, which a test repeats."""
+MODELS = {"moe16b": "DeepSeek-V3 16B, local batch 4", "qwen3": "Qwen3-30B-A3B, local batch 2"}  # of dry_runs.json
 _DISPATCHES = "all-to-all", "symmetric memory"
 
 
 @table("GiB of 80, eight GPUs", *_DISPATCHES, *(f'{way}, `recompute = "experts"`' for way in _DISPATCHES))
 def dry_runs(records: Records) -> Rows:
-    """Estimates of the peak on eight GPUs, by dispatch."""
     for model, title in MODELS.items():
         runs = [check.source("dry_runs")[f"{model}_8{more}"] for more in ("", "_experts")]
         cells = [(f"{run['peak']:.1f}", f"{run['least']:.1f} to {run['most']:.1f}") for run in runs]
@@ -647,14 +582,11 @@ def dry_runs(records: Records) -> Rows:
 
 @table("whole model", "GPUs", "GiB of parameters, gradients and Adam on each", "peak")
 def whole_models(records: Records) -> Rows:
-    """Estimates of parameters, gradients and Adam's states, and of the peak."""
     for model, title in MODELS.items():
         for gpus in "48":
             found = check.source("dry_runs")[f"{model}_{gpus}"]
             yield [title, gpus, f"{found['states']:.1f}", f"{found['peak']:.1f}"]
 
-
-NO_RECORDS = "published", "dry_runs", "whole_models"
 
 # --- the pages --------------------------------------------------------------------------------------------------------
 
@@ -685,7 +617,6 @@ def headline_runs(records: Records) -> Iterator[tuple[str, str, Record, Record]]
 
 @table("tokens/s per GPU", "strongest bf16", _OURS, "ratio", "GiB, bf16", "GiB, ours")
 def headline(records: Records) -> Rows:
-    """Tokens/s per GPU and GiB of the strongest bf16 of the same invocation, and ours."""
     for title, bf16, speed, memory in headline_runs(records):
         theirs, mine = (number(speed[key]) for key in ("reference_value", "value"))
         over = f"**{ratio(speed)}**" if bf16 == "fused" else ""
@@ -702,8 +633,8 @@ class Pages:
             body = text(records)
             self.used += records.used
             if records.used:
-                body += f"\n\n{source(records.used)}"
-            self.tables[name] = body if records.used or name in NO_RECORDS else "Not measured in this state."
+                body += f"\n\n{provenance(records.used)}"
+            self.tables[name] = body if body.count("\n") > 1 else "Not measured in this state."  # without a row
 
     def page(self, name: str, text: str) -> tuple[str, list[str]]:
         """A page with its tables and figures, and what its ledger and its text lack."""
@@ -717,9 +648,9 @@ class Pages:
 
 def prune() -> None:
     """Rewrites the files of records without those that no page cites."""
-    files = {path: json.loads(path.read_text()) for path in record_files()}
+    files = {path: json.loads(path.read_text()) for path in FILES}
     pages = Pages(Records([record for found in files.values() for record in found]))
-    cited = {id(record) for record in pages.used + pages.ledger.records()}
+    cited = {id(record) for records in (pages.used, *pages.ledger.keys.values()) for record in records}
     for path, found in files.items():
         kept = [r for r in found if id(r) in cited]
         print(f"{path.relative_to(ROOT)}: {len(kept)} of {len(found)} records")
