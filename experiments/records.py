@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ import torch
 from titan_fp8moe.versions import installed
 
 T = TypeVar("T")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU: in tests and for numerics/layer.py
 
 
 def script_parser(description: str, *, out: str = "", budget: str = "") -> ArgumentParser:
@@ -34,18 +36,22 @@ def script_parser(description: str, *, out: str = "", budget: str = "") -> Argum
     return parser
 
 
-def begin(trial: bool) -> None:
-    """Requires a GPU and, but for a trial, a commit; prints where the script runs and seeds torch.
+def begin(parser: ArgumentParser, gpu: bool = True) -> Namespace:
+    """Parses the options; requires a GPU and, but for a trial, files of a commit; prints where it runs, seeds torch.
 
     From here on SIGTERM is SystemExit, so that ``finally`` blocks end the processes that this one starts.
     """
-    if not torch.cuda.is_available():
+    args, name = parser.parse_args(), commit()
+    if gpu and not torch.cuda.is_available():
         sys.exit(f"error: this measures on a GPU, and PyTorch {torch.__version__} finds none")
-    require_commit(trial)
+    if not args.trial and (not name or name.endswith("+")):
+        what = f"files differ from commit {name[:-1]}" if name else "there is no checkout"
+        sys.exit(f"error: {what}; commit them, name the commit in $TITAN_FP8MOE_COMMIT, or pass --trial")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     setting = environment()
     print(setting["hardware"], setting["versions"], flush=True)
     torch.manual_seed(0)
+    return args
 
 
 def within(seconds: float, items: Iterable[T]) -> Iterator[T]:
@@ -61,19 +67,9 @@ def within(seconds: float, items: Iterable[T]) -> Iterator[T]:
 
 def measure_each(description: str, what: str, cases: Iterable[T], measure: Callable[[T], list[dict]]) -> None:
     """A script's main on a GPU: adds the records of each case, which ``what`` names, as soon as it is measured."""
-    args = script_parser(description, out="add the records to this JSON file", budget=what).parse_args()
-    begin(args.trial)
+    args = begin(script_parser(description, out="add the records to this JSON file", budget=what))
     for case in within(args.budget, cases):
         write_records(args.out, measure(case))
-
-
-def require_commit(trial: bool) -> None:
-    """Ends the program, before it measures, if its files are not those of a commit."""
-    name = commit()
-    if trial or (name and not name.endswith("+")):
-        return
-    what = f"files differ from commit {name[:-1]}" if name else "there is no checkout"
-    sys.exit(f"error: {what}; commit them, name the commit in $TITAN_FP8MOE_COMMIT, or pass --trial")
 
 
 @functools.cache
@@ -122,14 +118,13 @@ def other_torch() -> list[str]:
 def record(
     name: str, shape: str, unit: str, value: float, reference: str, reference_value: float | None, **fields: Any
 ) -> dict[str, Any]:
-    """Ours next to a reference, None where that did not run, with further ``fields``.
+    """Ours next to a reference, if there is one, with further ``fields``.
 
-    ``speedup`` says how many times as good ours is. More is better of rates and sequences, less of all else.
+    ``speedup`` says how many times as good ours is. More is better of rates, less of all else.
     """
     speedup = None
     if reference_value is not None:
-        more = "/s" in unit or unit == "sequences"
-        speedup = value / reference_value if more else reference_value / value
+        speedup = value / reference_value if "/s" in unit else reference_value / value
     names = dict(name=name, shape=shape, unit=unit, reference=reference)
     return names | dict(value=value, reference_value=reference_value, speedup=speedup) | fields
 
@@ -147,11 +142,7 @@ def write_records(path: Path, records: list[dict]) -> None:
 
     They replace records of the same name, shape, reference and hardware.
     """
-
-    def key(record: dict) -> tuple[str, str, str, str]:
-        return record["name"], json.dumps(record["shape"]), record["reference"], record["hardware"]
-
-    env = environment()
+    key, env = itemgetter("name", "shape", "reference", "hardware"), environment()
     new = {key(record): record for record in (env | record for record in records)}
     for r in new.values():
         over = r["reference"] and f", {r['speedup']:.3f}x of {r['reference']}"

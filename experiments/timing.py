@@ -1,6 +1,5 @@
 """Times of GPU kernels by state of the GPU, candidates in turn, and the records of such times."""
 
-import functools
 import math
 import random
 import statistics
@@ -22,7 +21,7 @@ AFTER_IDLING = "after idling"
 WITH_BUSY_SMS = "with 16 busy SMs"
 BUSY_SMS = 16
 ROUNDS = 5
-CUDA = torch.cuda.is_available()
+States = dict[str, dict[str, float]]  # figures by state of the GPU and candidate
 
 
 def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
@@ -34,15 +33,11 @@ def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
 
 
 def elapsed_ms(run: Callable[[], object], times: int = 1) -> float:
-    """Milliseconds per call of some calls in a row; on a GPU from its arrival at the first to the end of the last."""
-    if CUDA:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-    begin = time.perf_counter()
+    """Milliseconds per call of some calls in a row, from the GPU's arrival at the first to the end of the last."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
     for _ in range(times):
         run()
-    if not CUDA:
-        return (time.perf_counter() - begin) * 1e3 / times
     events[1].record()
     torch.cuda.synchronize()
     return events[0].elapsed_time(events[1]) / times
@@ -109,36 +104,25 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def in_turn(timers: dict[str, Callable[[], float]], rounds: int, draw: Any = random) -> dict[str, list[float]]:
-    """The times of each timer. In each round they run in an order drawn anew, by ``draw`` if ranks must agree."""
-    times: dict[str, list[float]] = {name: [] for name in timers}
+def medians_in_turn(
+    ms: Callable[..., float], runs: dict[str, Any], rounds: int, draw: Any = random, **options: float
+) -> dict[str, float]:
+    """The median of ``ms(run, **options)`` for each run. In each round they take turns in an order drawn anew, by
+    ``draw`` if ranks must agree."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name in draw.sample(list(timers), len(timers)):
-            times[name].append(timers[name]())
-    return times
-
-
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
+        for name in draw.sample(list(runs), len(runs)):
+            times[name].append(ms(runs[name], **options))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def medians_in_turn(
-    ms: Callable[..., float], runs: dict[str, Callable[[], object]], rounds: int, draw: Any = random, **options: float
-) -> dict[str, float]:
-    """The median of ``ms(run, **options)`` for each run, see :func:`in_turn`."""
-    return medians(in_turn({name: functools.partial(ms, run, **options) for name, run in runs.items()}, rounds, draw))
+def median_ms(runs: dict[str, Callable[[], object]], busy_sms: bool = False) -> States:
+    """Median milliseconds. Candidates take turns, so that all of them meet the same clocks and temperature.
 
-
-def median_ms(runs: dict[str, Callable[[], object]], busy_sms: bool = False) -> dict[str, dict[str, float]]:
-    """Median milliseconds by state of the GPU and candidate; on a CPU of one run.
-
-    ``BACK_TO_BACK`` power limits the clocks. Candidates take turns, so that all of them meet the same clocks and
-    temperature.
+    ``BACK_TO_BACK`` power limits the clocks.
     """
     for run in runs.values():
         run()  # compiles
-    if not CUDA:
-        return {BACK_TO_BACK: {name: elapsed_ms(run) for name, run in runs.items()}}
     states = {
         BACK_TO_BACK: medians_in_turn(back_to_back_ms, runs, ROUNDS),
         AFTER_IDLING: medians_in_turn(after_idling_ms, runs, ROUNDS),
@@ -149,19 +133,13 @@ def median_ms(runs: dict[str, Callable[[], object]], busy_sms: bool = False) -> 
     return states
 
 
-def tflops(times: dict[str, dict[str, float]], products: int) -> dict[str, dict[str, float]]:
+def tflops(times: States, products: int) -> States:
     """TFLOP/s in the place of milliseconds."""
     return {state: {name: 2e-9 * products / ms for name, ms in of.items()} for state, of in times.items()}
 
 
 def state_records(
-    name: str,
-    shape: str,
-    figures: dict[str, dict[str, float]],
-    ours: str,
-    references: Iterable[str],
-    unit: str,
-    **fields: str,
+    name: str, shape: str, figures: States, ours: str, references: Iterable[str], unit: str, **fields: str
 ) -> list[dict]:
     """A record of ``ours`` for each state and reference that ran. ``fields`` names candidates for further fields."""
     return [

@@ -21,11 +21,11 @@ from experiments.records import begin, record, script_parser, write_records
 from experiments.timing import elapsed_ms, medians_in_turn
 from titan_fp8moe import Fp8FlowMoEConfig, ops, routed_experts
 from titan_fp8moe.dispatch.symmetric import kernels, workspace
-from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, Sizes, capacities
 from titan_fp8moe.kernels import permute
 
 LIMIT = 530  # seconds
 FACTOR, DEVICE = 1.5, "cuda"
+ROUNDS = 3
 
 
 class Shape(NamedTuple):
@@ -71,8 +71,8 @@ class Layer:
         self.ids, self.dout = choose(shape, N, skewed), torch.randn(shape.T, shape.D, **bf16)
 
     def step(self) -> list[Tensor]:
-        routed = self.ids, self.scores
-        out = routed_experts(self.x, *self.weights, *routed, config=self.config, ep_group=dist.group.WORLD)
+        inputs = self.x, *self.weights, self.ids, self.scores
+        out = routed_experts(*inputs, config=self.config, ep_group=dist.group.WORLD)
         return [out, *torch.autograd.grad(out, [self.x, self.scores, *self.weights], self.dout)]
 
 
@@ -91,16 +91,8 @@ def slowest_ms(run: Callable[[], object]) -> float:
     return max(times)
 
 
-def phases_in_turn(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median of :func:`slowest_ms`, in an order that is the same on all ranks."""
-    return medians_in_turn(slowest_ms, runs, 3, random.Random(0))
-
-
 def bf16_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
-    """Dispatch of torchtitan's expert parallelism: a bf16 row for each routed pair, sorted by expert, sent, permuted.
-
-    Split sizes are known beforehand, so that no wait for them is in the times.
-    """
+    """Dispatch of torchtitan's expert parallelism: a bf16 row for each routed pair, sorted by expert, then sent."""
     N, pairs = dist.get_world_size(), layer.ids.flatten()
     x, token = layer.x.detach(), pairs.argsort(stable=True) // shape.K
     counts = torch.bincount(pairs, minlength=N * shape.E).view(N, shape.E)
@@ -123,8 +115,8 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], objec
     N = dist.get_world_size()
     q, scale = ops.quantize_rows(layer.x)
     sent_TK, token_C, counts_N = ops.dispatch_routing(layer.ids, N, shape.E)
-    M, C = capacities(shape.T, shape.K, N, shape.E, layer.config.dispatch_capacity)
-    at = workspace.begin(dist.group.WORLD.group_name, Sizes(N, *shape[1:5]), q.device)
+    M, C = workspace.capacities(shape.T, shape.K, N, shape.E, layer.config.dispatch_capacity)
+    at = workspace.begin(dist.group.WORLD.group_name, workspace.Sizes(N, *shape[1:5]), q.device)
     at.in_flight = False
 
     def dispatch() -> tuple[Tensor, Tensor, Tensor]:
@@ -140,14 +132,14 @@ def symmetric_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], objec
 
     def combine() -> None:
         kernels.push_sums(at, plan, y, None, row_CK, pair_CK)
-        kernels.wait(at, COMBINE)
+        kernels.wait(at, workspace.COMBINE)
         permute.unpermute_sum(at.view("sums"), sent_TK, torch.bfloat16)
 
     return {"dispatch": dispatch, "combine": combine}
 
 
 def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], object]]:
-    """The same of the all-to-all path, with split sizes known beforehand."""
+    """The same of the all-to-all path."""
     N, name = dist.get_world_size(), dist.group.WORLD.group_name
     q, scale = ops.quantize_rows(layer.x)
     sent_TK, token_C, counts_N = ops.dispatch_routing(layer.ids, N, shape.E)
@@ -177,7 +169,7 @@ def all_to_all_phases(layer: Layer, shape: Shape) -> dict[str, Callable[[], obje
 
 
 def phases(shape: Shape, skewed: bool) -> Iterator[dict[str, Any]]:
-    """Records of both phases of both paths and of bf16 rows."""
+    """Records of both phases of both paths and of bf16 rows. Split sizes are known: no time has a wait for them."""
     # A layer of 64 experts has weights of 5.6 GB; phases alone need none.
     layer = Layer(shape._replace(H=128), skewed, dispatch="symmetric")
     paths = {
@@ -185,11 +177,11 @@ def phases(shape: Shape, skewed: bool) -> Iterator[dict[str, Any]]:
         "all_to_all": all_to_all_phases(layer, shape),
         "bf16": bf16_phases(layer, shape),
     }
-    ms = phases_in_turn({f"{phase} {path}": run for path, runs in paths.items() for phase, run in runs.items()})
+    runs = {f"{phase} {path}": run for path, of in paths.items() for phase, run in of.items()}
+    ms = medians_in_turn(slowest_ms, runs, ROUNDS, random.Random(0))  # in an order that is the same on all ranks
     where = f"{shape}, {'skewed' if skewed else 'balanced'}, {dist.get_world_size()} GPUs"
-    for phase in ("dispatch", "combine"):
-        mine, theirs = (ms[f"{phase} {path}"] for path in ("symmetric", "all_to_all"))
-        yield record(f"ep_{phase} dispatch=symmetric", where, "ms", mine, "all_to_all", theirs)
+    mine, theirs = ms["combine symmetric"], ms["combine all_to_all"]
+    yield record("ep_combine dispatch=symmetric", where, "ms", mine, "all_to_all", theirs)
     for name, path in (("ep_dispatch", "all_to_all"), ("ep_dispatch dispatch=symmetric", "symmetric")):
         yield record(name, where, "ms", ms[f"dispatch {path}"], "bf16", ms["dispatch bf16"])
 
@@ -201,7 +193,8 @@ def over_nvlink() -> Iterator[dict[str, Any]]:
             yield from phases(shape, skewed)
             torch.cuda.empty_cache()
     for shape in (shape for shape in SHAPES if shape.name == "16B"):
-        ms = phases_in_turn({d: Layer(shape, dispatch=d).step for d in ("all_to_all", "symmetric")})
+        steps = {dispatch: Layer(shape, dispatch=dispatch).step for dispatch in ("all_to_all", "symmetric")}
+        ms = medians_in_turn(slowest_ms, steps, ROUNDS, random.Random(0))
         where, name = f"{shape}, {dist.get_world_size()} GPUs", "ep_routed_experts dispatch=symmetric"
         yield record(name, where, "ms", ms["symmetric"], "all_to_all", ms["all_to_all"])
 
@@ -220,10 +213,10 @@ def measure(out: Path) -> None:
 
 
 def main() -> None:
-    args = script_parser(__doc__, out="add the records to this JSON file").parse_args()
-    if "RANK" in os.environ:
-        measure(args.out)
-    begin(args.trial)
+    parser = script_parser(__doc__, out="add the records to this JSON file")
+    if "RANK" in os.environ:  # a process of torch.distributed.run, below
+        measure(parser.parse_args().out)
+    args = begin(parser)
     ranks = min(torch.cuda.device_count(), 8)
     if ranks < 2:
         sys.exit("error: ranks exchange tokens over NVLink, and this machine has one GPU")

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
-from experiments.records import begin, record, script_parser, write_records
-from experiments.timing import CUDA, elapsed_ms
-from experiments.transformers.run import DEVICE, MODELS, Setting
+from experiments.records import DEVICE, begin, record, script_parser, write_records
+from experiments.timing import elapsed_ms
+from experiments.transformers.run import MODELS, Setting
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, offload_experts, patches
 from titan_fp8moe.layer.host import NUM_BUFFERS, pinned_like
 from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
@@ -40,7 +40,6 @@ RANK = 16
 TRAINED_STEPS = 100
 CHUNK = 1024  # tokens whose logits exist at a time
 RECORD, OURS, BF16, CARD, HOST = "lora_qwen3_30b", "ours", "bf16", "ours, on the card", "ours, in host memory"
-IMPLEMENTATIONS = {OURS: NAME, BF16: "grouped_mm"}
 
 
 # --- model ------------------------------------------------------------------------------------------------------------
@@ -57,13 +56,13 @@ def make_model(dims: dict[str, Any], variant: str, seed: int, in_host: bool) -> 
     draw(model, config.initializer_range, in_host)
     with torch.device(DEVICE):
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    model.set_experts_implementation(IMPLEMENTATIONS[variant])
+    model.set_experts_implementation(NAME if variant == OURS else "grouped_mm")
     model.gradient_checkpointing_enable()
     targets: dict[str, Any] = dict(target_modules=ATTENTION, target_parameters=EXPERTS)
     lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, init_lora_weights=False, **targets)
     with torch.device(DEVICE):
         adapted = peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
-    if variant != BF16:
+    if variant == OURS:
         assert len(converted(model)) == config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0)
     if in_host:
         offload_experts(adapted)
@@ -125,7 +124,7 @@ class Trainer:
         draw_adapters(self.model)
         self.adapters = [p for p in self.model.parameters() if p.requires_grad]
         self.copies = [p.detach().float() for p in self.adapters]
-        self.optimizer = torch.optim.AdamW(self.copies, lr=lr, weight_decay=0.0, fused=CUDA)
+        self.optimizer = torch.optim.AdamW(self.copies, lr=lr, weight_decay=0.0, fused=True)
 
     def step(self, tokens: Tensor) -> Tensor:
         loss = loss_of(self.model, tokens)
@@ -199,15 +198,14 @@ def glm(setting: Setting) -> list[dict]:
     return [record(RECORD, setting.shape, "tokens/s", *speeds, **more)]
 
 
+# Functions, layers, and the beginning of a record's shape.
 PHASES = {"loss": (losses, 4, ""), "host": (host, 48, "Qwen3-30B-A3B, "), "glm": (glm, 46, "GLM-4.5-Air, ")}
-"""Functions, layers, and the beginning of a record's shape."""
 
 
 def main() -> None:
     parser = script_parser(__doc__, out="folder of results.json")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    args = parser.parse_args()
-    begin(args.trial)
+    args = begin(parser)
     for phase in args.phases:
         run, layers, name = PHASES[phase]
         dims = MODELS["qwen3"].dims | dict(num_hidden_layers=layers, vocab_size=151936, pad_token_id=None)

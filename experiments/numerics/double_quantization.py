@@ -11,7 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from experiments.records import record, require_commit, script_parser, write_records
+from experiments.records import begin, record, script_parser, write_records
 from experiments.reference import relative_error
 from titan_fp8moe import ops, recipe
 
@@ -52,8 +52,7 @@ def errors(seed: int, binades: int) -> dict[str, float]:
 
 
 def main() -> None:
-    args = script_parser(__doc__, out="folder of results.json").parse_args()
-    require_commit(args.trial)
+    args = begin(script_parser(__doc__, out="folder of results.json"), gpu=False)
     records = []
     for data, binades in DATA.items():
         runs = [errors(seed, binades) for seed in range(SEEDS)]

@@ -8,26 +8,25 @@ Two tables: one DeepSeek-V3-shaped layer on normal data, and that with each acti
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from experiments.records import record, require_commit, script_parser, write_records
+from experiments.records import DEVICE, begin, record, script_parser, write_records
 from experiments.reference import LayerInputs, make_layer, moe_layer, relative_error
 from titan_fp8moe import recipe
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.run import routed_experts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSORS = ("output", "dx", "dscore", "dw1", "dw2", "dw3")
 
 
 class QuantizedMatmul(torch.autograd.Function):
-    """x @ w.T where each of the three GEMMs sees operands rounded once.
+    """x @ w.T where each of the three GEMMs sees operands rounded once: the accuracy limit of fp8 with these tiles.
 
-    Activations and gradients have 1x128 tiles along each GEMM's own contraction dim, the weight 128x128 blocks. No
-    kernel computes this; it is the accuracy limit of fp8 with these tiles.
+    Activations and gradients have 1x128 tiles along each GEMM's own contraction dim, the weight 128x128 blocks.
     """
 
     @staticmethod
@@ -94,19 +93,16 @@ def draw(size: dict, std: float) -> tuple[LayerInputs, torch.Tensor]:
 def layer_table(size: dict) -> dict[str, list[float]]:
     (x, scores, topk_ids, weights), dout = draw(size, std=0.02)
 
-    def plain(dtype):
-        def layer(x, s, *weights):
-            return moe_layer(x.to(dtype), s, topk_ids, *(w.to(dtype) for w in weights), False)
-
-        return layer
+    def plain(x, s, *weights, dtype=torch.float32):
+        return moe_layer(x.to(dtype), s, topk_ids, *(w.to(dtype) for w in weights), False)
 
     layers = {
-        "bf16": plain(torch.bfloat16),
+        "bf16": partial(plain, dtype=torch.bfloat16),
         "fp8, each operand rounded once": lambda x, s, *w: single_quantization_layer(x, s, topk_ids, *w),
         "FP8-Flow balanced": flow(topk_ids),
         "FP8-Flow balanced, h in fp8": flow(topk_ids, save_h="fp8"),
     }
-    return errors(layers, plain(torch.float32), [x, scores, *weights], dout)
+    return errors(layers, plain, [x, scores, *weights], dout)
 
 
 def activation_table(size: dict) -> dict[str, list[float]]:
@@ -134,8 +130,7 @@ def layer_records(kind: str, shape: str, rows: dict[str, list[float]], reference
 
 
 def main() -> None:
-    args = script_parser(__doc__, out="folder of results.json").parse_args()
-    require_commit(args.trial)
+    args = begin(script_parser(__doc__, out="folder of results.json"), gpu=False)
     size = dict(tokens=4096, dim=2048, hidden=1408, experts=16, top_k=6)
     if DEVICE == "cpu":  # a quarter of the dims: the reference is slow
         size = dict(tokens=1024, dim=512, hidden=384, experts=8, top_k=6)

@@ -37,7 +37,7 @@ def measure(variant: str, args, seed: int) -> dict:
     with tempfile.TemporaryDirectory() as empty:
         caches = {name: f"{empty}/{folder}" for name, folder in CACHES.items()}
         launched = time.monotonic()
-        run = Run(variant, args, seed, caches)
+        run = Run(variant, args, seed, **caches)
         run.begin()
         try:
             result["error"] = run.wait(args.timeout, until=FIRST)
@@ -49,8 +49,7 @@ def measure(variant: str, args, seed: int) -> dict:
 
 
 def main() -> None:
-    args = parser(__doc__, ["bf16", "fp8_flow"], [0, 1, 2]).parse_args()
-    begin(args.trial)
+    args = begin(parser(__doc__, ["bf16", "fp8_flow"], [0, 1, 2]))
     shape = finish(args, "first_step")
     results: list[dict] = []
     for variant, seed in drawn(args.variants, args.seeds):

@@ -1,9 +1,8 @@
 """The strongest bf16 here: torchtitan's MoE layer with one grouped GEMM for gate and up, without padding or scatters.
 
-Its router, and that of all variants, is balanced and random: how a trained model routes, without the luck of a draw.
-
 :func:`fused_experts` is the routed part in fifteen lines of PyTorch, to be compiled. torchtitan's experts run three
-grouped GEMMs on padded groups, scatter their output twice and multiply it by the scores in a batched matmul.
+grouped GEMMs on padded groups, scatter their output twice and multiply it by the scores in a batched matmul. The router
+of all variants is balanced and random: how a trained model routes, without the luck of a draw.
 """
 
 import functools

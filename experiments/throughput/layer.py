@@ -25,15 +25,14 @@ from torchtitan.tools.utils import set_default_dtype
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers and, without a GPU, patches torchtitan
 from experiments.ablations import permute_then_copy, requantized_pair
-from experiments.records import begin, other_torch, record, script_parser, within, write_records
+from experiments.records import DEVICE, begin, other_torch, record, script_parser, within, write_records
 from experiments.throughput.fused_bf16 import BalancedRandomRouter, FusedMoE
-from experiments.timing import elapsed_ms, in_turn, medians
+from experiments.timing import elapsed_ms, medians_in_turn
 from titan_fp8moe import WeightCache, ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan import parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDS, BLOCK_MS, MIN_STEPS = 4, 80.0, 5  # turns of a variant, and their length
 _V2, _V3 = dict(score_func="softmax"), dict(score_func="sigmoid", route_norm=True, route_scale=2.5)
 _QWEN3 = dict(score_func="softmax", route_norm=True)
@@ -157,22 +156,19 @@ class Bench:
                 leaf.grad = None
             self.forwards[name]().backward(self.dout)
 
-    def warm_up(self) -> None:
-        """Runs every variant twice, which compiles it."""
+    def times(self) -> dict[str, float]:
+        """Median milliseconds of a microbatch, after two steps of every variant, which compile it."""
         for name in self.forwards:
             self.step(name)
             self.step(name)
             torch.cuda.empty_cache()
-
-    def times(self) -> dict[str, float]:
-        """Median milliseconds of a microbatch."""
+        gc.collect()
         turns = {}
         for name in self.forwards:
             step = functools.partial(self.step, name)
-            times = max(MIN_STEPS, math.ceil(BLOCK_MS / elapsed_ms(step, 2)))
-            turns[name] = functools.partial(_after_half, step, times)
+            turns[name] = step, max(MIN_STEPS, math.ceil(BLOCK_MS / elapsed_ms(step, 2)))
         with torch._dynamo.config.patch(error_on_recompile=True):  # or compilation would be inside the times
-            found = medians(in_turn(turns, ROUNDS))
+            found = medians_in_turn(_after_half, turns, ROUNDS)
         return {name: ms / self.variants[name].microbatches for name, ms in found.items()}
 
     def saved_bytes(self, name: str) -> float:
@@ -191,8 +187,9 @@ class Bench:
         return sum(kept.values()) / self.x.shape[1]
 
 
-def _after_half(step: Callable[[], None], times: int) -> float:
+def _after_half(turn: tuple[Callable[[], None], int]) -> float:
     """Half a turn's length passes untimed: the card's clocks still are those of what ran before, up to 3% apart."""
+    step, times = turn
     elapsed_ms(step, times // 2)
     return elapsed_ms(step, times)
 
@@ -200,8 +197,6 @@ def _after_half(step: Callable[[], None], times: int) -> float:
 def measure(name: str, tokens: int, fp32: bool, variants: dict[str, Variant]) -> list[dict]:
     """Records of a layer: times, and saved bytes next to torchtitan's bf16; of ablations times next to the defaults."""
     bench = Bench(MODELS[name], tokens, fp32, variants)
-    bench.warm_up()
-    gc.collect()
     times = bench.times()
     shape = [f"{name}, {bench.model.experts} experts per GPU, {tokens} tokens", *["fp32 parameters"] * fp32]
     label = ", ".join([*shape, *other_torch(), "1 GPU"])
@@ -224,8 +219,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 8192, 4096])
     parser.add_argument("--fp32", action="store_true", help="parameters in fp32, not bf16")
     parser.add_argument("--ablations", action="store_true", help="the paper's, next to the defaults")
-    args = parser.parse_args()
-    begin(args.trial)
+    args = begin(parser)
     parallel.install()
     gc.disable()  # as torchtitan's trainer does: no step waits for a collection
     variants = {"fp8": OURS} | ABLATIONS if args.ablations else MAIN

@@ -5,8 +5,6 @@ Flavors are ``16B_<n>_layers_<attention>`` of deepseek_v3, the first of the n la
 ``30B-A3B_<n>_layers_<attention>`` of qwen3; of llama3 ``8B_<n>_layers_<attention>``, and ``1B_...``, which is Llama
 3.2's with an output of its own. Attention is ``flex`` or ``sdpa``, which is cuDNN's on a Hopper GPU. ``_8k`` behind
 the name is a vocabulary of 8,192.
-
-A process that has come this far has imported everything, and waits for its turn.
 """
 
 from collections.abc import Callable
@@ -56,15 +54,9 @@ for flavors, name in ((deepseekv3_args, "16B"), (qwen3_args, "30B-A3B"), (llama3
 def converter(convert: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
     """Registers a function that changes a model as the model converter of its name."""
 
-    class Converter(ModelConverter):
-        def __init__(self, job_config, parallel_dims):
-            pass
-
+    class Converter(ModelConverter):  # its other methods do nothing
         def convert(self, model: nn.Module) -> None:
             convert(model)
-
-        def post_optimizer_hook(self, model):
-            pass
 
     register_model_converter(Converter, convert.__name__)
     return convert
@@ -159,4 +151,4 @@ def whole_blocks(model: nn.Module) -> None:
     deepseek_v3_parallelize.apply_compile = qwen3_parallelize.apply_compile = apply_compile
 
 
-wait_for_turn()
+wait_for_turn()  # everything is imported

@@ -1,6 +1,6 @@
-"""The module of torchtitan 0.3 that train.py names. A config is MODEL:LAYERS:CHECKPOINTING:VARIANT.
+"""The module of torchtitan 0.3 that train.py names. A config is MODEL:LAYERS:VARIANT.
 
-``16b:6:selective:fp8_flow`` has the first six layers of the 16B model. References:
+``16b:6:fp8_flow`` has the first six layers of the 16B model. All have selective checkpointing. References:
 
 * ``bf16`` is torchtitan's.
 * ``bf16_outside_fsdp`` keeps experts outside of FSDP over one rank, as the FP8 adapter does, so that both copy alike.
@@ -17,7 +17,7 @@ import torch
 from torchtitan.components.quantization.float8 import Float8GroupedExpertsConverter
 from torchtitan.config import CompileConfig
 from torchtitan.config.override import derive
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
 from torchtitan.models.qwen3 import config_registry as qwen3
@@ -28,11 +28,6 @@ from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.trainer.experts import Placement
 
 MODELS: dict[str, Callable[[], Any]] = {"16b": deepseek_v3.deepseek_v3_16b, "qwen3_30b": qwen3.qwen3_30b_a3b}
-CHECKPOINTING: dict[str, Callable[[], Any]] = {
-    "selective": SelectiveAC.Config,
-    "full": FullAC.Config,
-    "none": lambda: None,
-}
 
 
 def _outside_fsdp(config: Any) -> Any:
@@ -52,8 +47,7 @@ class KeepsGroupedGemms(SelectiveAC):
 
 
 def _strongest(config: Any) -> Any:
-    if type(config.activation_checkpoint) is SelectiveAC.Config:
-        config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
+    config.activation_checkpoint = derive(config.activation_checkpoint, KeepsGroupedGemms.Config)
     deepseek_v3.enable_fused_swiglu(config)
     return _outside_fsdp(config)
 
@@ -75,14 +69,14 @@ VARIANTS: dict[str, Callable[[Any], Any]] = {
 
 def __getattr__(name: str) -> Callable[[], Any]:
     """The config function of a name."""
-    if name.count(":") != 3:
+    if name.count(":") != 2:
         raise AttributeError(name)
-    model, layers, checkpointing, variant = name.split(":")
+    model, layers, variant = name.split(":")
 
     def config() -> Any:
         c = MODELS[model]()
         del c.model_spec.model.layers[int(layers) :]
-        c.activation_checkpoint = CHECKPOINTING[checkpointing]()
+        c.activation_checkpoint = SelectiveAC.Config()
         c.compile = CompileConfig(enable=True, components=["model", "loss"])
         c.dataloader.dataset, c.dataloader.dataset_path = "c4_test", "outputs/corpus/train"
         c.dataloader.num_workers, c.dataloader.prefetch_factor = 1, 8  # tokenization off the training thread

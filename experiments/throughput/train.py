@@ -13,12 +13,11 @@ A variant may set the converter's options, ``fp8_flow:recompute=experts,save_h=f
 too), ``none`` or ``full``. Experts are spread over all GPUs, or over ``ep`` of them: ``bf16_fused:ep=1``. Overrides of
 torchtitan's after ``--`` hold for every run; the records carry them in their shape.
 
-Dense models have no routing; their variants are ``bf16``, ``fp8_flow`` and torchao's float8:
-``--model llama3_8b --layers 8 --variants bf16 float8_tensorwise float8_rowwise fp8_flow``. ``fp8_flow`` has FFNs in
-FP8, and ``fp8_flow:linear_fqns=attention.`` the attention's linears too.
+Dense models have no routing; their variants are ``bf16``, torchao's ``float8_tensorwise`` and ``float8_rowwise``, and
+``fp8_flow``, which has FFNs in FP8, with ``fp8_flow:linear_fqns=attention.`` the attention's linears too.
 
-``--torchtitan 0.3.0`` measures torchtitan 0.3, installed in its place: other variants, flex attention and forced
-routing only, without or with ``--cuda-graphs``.
+``--torchtitan 0.3.0`` measures torchtitan 0.3, installed in its place: other variants, only flex attention, forced
+routing and selective checkpointing, without or with ``--cuda-graphs``.
 """
 
 import argparse
@@ -32,9 +31,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from experiments.records import begin, environment, other_torch, record, script_parser, write_records, write_text
@@ -73,8 +71,7 @@ CONVERTERS = {
     "float8_rowwise": ["float8_rowwise"],
     "fp8_flow": ["fp8_flow_moe"],
 }
-DENSE = "llama3_8b", "llama3_1b"
-ROUTING = {"random": (["balanced_random"], []), "forced": ([], ["--debug.moe_force_load_balance"]), "model": ([], [])}
+ROUTING = {"random": ["balanced_random"], "model": []}
 CHECKPOINTING = {
     "": ([], []),  # torchtitan's, per op
     "saved": (["save_grouped_mm"], []),
@@ -85,30 +82,23 @@ STEADY = 10  # steps before: compilation, allocator, warm-up of clocks
 STEP = re.compile(r"^\[rank0\].*step: *(\d+) +loss: *(\S+) +grad_norm: *(\S+) +memory: *([\d.]+)GiB.* tps: *([\d,]+)")
 
 
-def parse(variant: str) -> tuple[str, dict[str, str]]:
-    """``name`` or ``name:option=value,...``."""
-    name, _, options = variant.partition(":")
-    return name, dict(option.split("=", 1) for option in options.split(",") if option)
-
-
 def overrides(variant: str, args: argparse.Namespace, seed: int) -> list[str]:
     """torchtitan's command line for a variant."""
-    name, options = parse(variant)
-    checkpointing = options.pop("checkpointing", "")
+    name, _, given = variant.partition(":")
+    options = dict(option.split("=", 1) for option in given.split(",") if option)
     if args.torchtitan == "0.3.0":
         flags = [
             f"--module={SETTING_03}",
-            f"--config={args.model}:{args.layers}:{checkpointing or 'selective'}:{name}",
+            f"--config={args.model}:{args.layers}:{name}",
             f"--training.{'no-' * args.cuda_graphs}disable_cuda_graphs",
         ]
     else:
-        (routing, forced), (kept, mode) = ROUTING[args.routing], CHECKPOINTING[checkpointing]
-        converters = [*routing, *kept, *CONVERTERS[name]]
+        kept, mode = CHECKPOINTING[options.pop("checkpointing", "")]
+        converters = [*ROUTING[args.routing], *kept, *CONVERTERS[name]]
         flags = [
             f"--job.config_file={CONFIG}",
             f"--model.name={MODELS[args.model].name}",
             f"--model.flavor={MODELS[args.model].flavor}_{args.layers}_layers_{args.attention}",
-            *forced,
             *mode,
             *([f"--model.converters={','.join(converters)}"] if converters else []),
         ]
@@ -132,9 +122,7 @@ def wait_for_turn() -> None:
 class Run:
     """One training run, from the moment its processes import Python modules. ``begin`` lets it use the GPUs."""
 
-    def __init__(
-        self, variant: str, args: argparse.Namespace, seed: int, caches: Mapping[str, str] = MappingProxyType({})
-    ):
+    def __init__(self, variant: str, args: argparse.Namespace, seed: int, **caches: str):
         self.variant, self.steps, self.seed = variant, args.steps, seed
         self.label = re.sub(r"[^\w.-]", "_", f"{variant}_{seed}")
         self.log, self.gate, self.dump = (args.work / f"{self.label}{suffix}" for suffix in (".log", ".gate", ""))
@@ -145,7 +133,7 @@ class Run:
         env = {GATE: str(self.gate), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.process = subprocess.Popen(
             [*launcher, dump, *overrides(variant, args, seed)],
-            env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"} | dict(caches),
+            env=os.environ | env | {"TOKENIZERS_PARALLELISM": "false"} | caches,
             stdout=self.log.open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -222,16 +210,6 @@ def drawn(variants: list[str], seeds: list[int]) -> list[tuple[str, int]]:
     return [(variant, seed) for seed in seeds for variant in random.Random(seed).sample(variants, len(variants))]
 
 
-def line(result: dict) -> str:
-    """A run's speed, memory and last loss, and what went wrong."""
-    parts = [f"{result['variant']}, seed {result['seed']}"]
-    if tokens := result["tokens_per_second"]:
-        overall, loss = result["overall_tokens_per_second"], [*result["losses"].values()][-1]
-        parts.append(f"{overall:,.0f} tokens/s/GPU ({min(tokens):,} to {max(tokens):,})")
-        parts.append(f"{result['peak_memory_gib']} GiB, loss {loss}")
-    return ", ".join(filter(None, (*parts, result["error"])))
-
-
 MEASURED = ("overall_tokens_per_second", "tokens/s/GPU", ""), ("peak_memory_gib", "GiB reserved", "memory")
 
 
@@ -239,8 +217,7 @@ def write(results: list[dict], args: argparse.Namespace, shape: str, measured: I
     """Records the median of each FP8-Flow variant's completed runs against those of the references and the defaults.
 
     Names are ``train_16b``, the variant's options, and what is measured if that is not the speed. Records also have the
-    spread of both: largest less smallest, relative to the median. ``measured`` has a result's keys, their units and
-    additions to a record's name.
+    spread of both: largest less smallest, relative to the median. ``measured``: keys of results, units, ends of names.
     """
     found, model = [], "train_" + args.model + "_titan03" * (args.torchtitan == "0.3.0")
     for key, unit, suffix in measured:
@@ -287,21 +264,20 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
     """Sets ``args.layers``, ``args.attention`` and the folder ``args.work``; returns the shape that records have."""
     model = MODELS[args.model]
     args.layers, args.attention = args.layers or model.layers, args.attention or model.attention
-    if args.model in DENSE:
+    if model.name == "llama3":  # dense
         args.routing = "model"
     if args.torchtitan == "0.3.0":
         args.attention, args.routing = "flex", "forced"
-    shape = ", ".join(
-        [
-            f"{model.label}, {args.layers} layers, {args.attention}",
-            f"local batch {args.local_batch}",
-            *[f"{args.routing} routing"] * (args.model not in DENSE),
-            f"{args.gpus} GPU{'s' * (args.gpus > 1)}",
-            *["CUDA graphs"] * args.cuda_graphs,
-            *(other_torch() if args.torchtitan == "0.2.2" else []),
-            *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements
-        ]
-    )
+    parts = [
+        f"{model.label}, {args.layers} layers, {args.attention}",
+        f"local batch {args.local_batch}",
+        *[f"{args.routing} routing"] * (model.name != "llama3"),
+        f"{args.gpus} GPU{'s' * (args.gpus > 1)}",
+        *["CUDA graphs"] * args.cuda_graphs,
+        *(other_torch() if args.torchtitan == "0.2.2" else []),
+        *(setting.removeprefix("--") for setting in args.overrides),  # other settings are other measurements
+    ]
+    shape = ", ".join(parts)
     args.work = WORK / re.sub(r"[^\w.-]+", "_", f"{prefix} {shape}")
     args.work.mkdir(parents=True, exist_ok=True)
     return shape
@@ -310,8 +286,7 @@ def finish(args: argparse.Namespace, prefix: str) -> str:
 def main() -> None:
     p = parser(__doc__, ["bf16", "bf16_whole", "bf16_fused:checkpointing=saved", "fp8_flow"], [0, 1])
     p.add_argument("--budget", type=float, default=3600, help="seconds that all runs may take")
-    args = p.parse_args()
-    begin(args.trial)
+    args = begin(p)
     args.begin = time.monotonic()
     shape = finish(args, "train")
     # Only runs of one machine, state and length are compared.
@@ -323,7 +298,8 @@ def main() -> None:
     done = [(r["variant"], r["seed"]) for r in results]
     for result in in_turn([run for run in wanted if run not in done], args):
         results.append(result | {"made": made})
-        print(f"{time.monotonic() - args.begin:.0f} s, {shape}: {line(result)}", flush=True)
+        shown = {key: value for key, value in result.items() if key != "losses"}
+        print(f"{time.monotonic() - args.begin:.0f} s, {shape}: {shown}", flush=True)
         write_text(path, json.dumps(results, indent=1) + "\n")
         write(results, args, shape)
     require_success(results)

@@ -25,15 +25,14 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from experiments.records import begin, record, script_parser, within, write_records
-from experiments.timing import CUDA, elapsed_ms, medians_in_turn
+from experiments.records import DEVICE, begin, record, script_parser, within, write_records
+from experiments.timing import elapsed_ms, medians_in_turn
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.transformers import NAME, converted, register
 
-DEVICE = "cuda" if CUDA else "cpu"
 REFERENCE, BATCHED = "grouped_mm", "batched_mm"
 PHASES = ("eager", "training", "decode", "compiled")
 SEQUENCES = (1, 8, 64, 256)  # of a decoding step
@@ -60,12 +59,8 @@ class Setting:
         """The model with random bf16 weights, the same in every call."""
         torch.manual_seed(seed)
         config = getattr(transformers, f"{self.family}Config")(vocab_size=32768, pad_token_id=None, **self.dims)
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device(DEVICE):
-                return getattr(transformers, f"{self.family}ForCausalLM")(config)
-        finally:
-            torch.set_default_dtype(torch.float32)
+        with torch.device(DEVICE):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
     def batches(self, count: int, seed: int = 0) -> Tensor:
         """(count, batch, length): bytes of the standard library's sources, others for each seed."""
@@ -151,7 +146,7 @@ class Bench:
     def losses(self, name: str, seed: int) -> list[float]:
         """A training run's: the seed draws weights and text."""
         self.model.load_state_dict(self.setting.make_model(seed).state_dict())
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=CUDA)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True)
         found = []
         for tokens in self.setting.batches(STEPS, seed):
             self.tokens = tokens
@@ -196,8 +191,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3"])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--attention", choices=("cudnn", "default"), default="cudnn", help="of training steps")
-    args = parser.parse_args()
-    begin(args.trial)
+    args = begin(parser)
     register(Fp8FlowMoEConfig())
     for name in args.models:
         bench = Bench(name, args.attention == "cudnn")
