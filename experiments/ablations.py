@@ -1,4 +1,4 @@
-"""Functions that experiments put in place of parts of the recipe, to see what these are worth."""
+"""What experiments put in place of parts of the recipe, to see what these are worth."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ def _requantize(q_MD: Tensor, byte_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def requantized(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Transposes fp8 rows through fp32, as arXiv 2511.02302's baseline does: the second quantization rounds again.
-
-    Takes and returns one operand of :func:`titan_fp8moe.recipe.transpose_pair`.
-    """
+    """One operand of :func:`titan_fp8moe.recipe.transpose_pair` through fp32, as arXiv 2511.02302's baseline does."""
     q_DM, byte = _requantize(q_MD, scale.view(torch.uint8))  # Inductor has no e8m0 on a CPU
     return q_DM, byte.view(E8M0)
 
@@ -55,8 +52,7 @@ def permute_then_copy(
 ) -> tuple[Tensor, Tensor]:
     """Stands in for :func:`titan_fp8moe.ops.permute_rows`: one more pass over the rows in expert order.
 
-    Permuting and padding in two launches moves as many bytes, where few rows are padding. The scales, 1 / 128 of them,
-    are transposed in between.
+    Permuting and padding in two launches moves as many bytes, where few rows are padding.
     """
     q_MD, scale = _permute_rows(q_TD, scale, row_TK, token_M, offsets_E)
     same_M = torch.arange(token_M.shape[0], dtype=torch.int32, device=token_M.device)

@@ -21,7 +21,7 @@ from experiments.records import measure_each, record
 from experiments.timing import back_to_back_ms
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
-from titan_fp8moe.kernels import routing as routing_kernels
+from titan_fp8moe.kernels.routing import dispatch_routing, expert_routing
 from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.spec import ExpertSpec
@@ -40,6 +40,9 @@ class Layer(NamedTuple):
     E: int
     top_k: int
     ranks: int  # that send tokens; 1: this rank's own tokens, otherwise tokens arrive in a payload
+
+    def __str__(self) -> str:
+        return "{}, {} rows, D {}, H {}, E {}, top-{}, ranks {}".format(*self)
 
 
 LAYERS = [
@@ -66,18 +69,6 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
 
 
-def quantize_cases(layer: Layer) -> Iterator[Case]:
-    """Rows in groups, with the flag that training has for NaNs; one group as a shared expert or dense FFN has it, with
-    the scales in both layouts; both layouts of gate and up."""
-    x, flag = randn(layer.R, layer.D), torch.zeros(16, dtype=torch.uint8, device="cuda")
-    yield Case("quantize", "", size(x, *quantize.quantize_rows(x)), partial(quantize.quantize_rows, x, flag))
-    run = partial(quantize.quantize_group, x)
-    yield Case("quantize_group", "", size(x, *run()), run)
-    w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
-    run = partial(quantize.quantize_weight, w13, True, True)
-    yield Case("weight_quantize", "", size(*w13, *run()), run)
-
-
 class Routing(NamedTuple):
     """Choices of the tokens that come to this rank, -1 for another rank's experts, and index maps of their rows."""
 
@@ -100,7 +91,7 @@ def route(layer: Layer) -> Routing:
     scores_TK, R = torch.rand(ids_TK.shape, device="cuda"), int(served.sum())
     if ranks > 1:
         ids_TK = ids_TK.int()  # as a payload has them
-    offsets_E, token_M, _, row_TK = routing_kernels.expert_routing(ids_TK, scores_TK, E, recipe.row_capacity(R, E))
+    offsets_E, token_M, _, row_TK = expert_routing(ids_TK, scores_TK, E, recipe.row_capacity(R, E))
     return Routing(ids_TK, scores_TK, R, offsets_E, token_M, row_TK, int(offsets_E[-1]))
 
 
@@ -113,6 +104,49 @@ def expert_rows(routing: Routing, width: int) -> tuple[Tensor, Tensor]:
     """(M, width) e4m3 of normal values and its scales in expert order."""
     q, scale = quantize.quantize_rows(randn(routing.token_M.shape[0], width))
     return q, recipe.column_major(scale)
+
+
+def dispatched(layer: Layer, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Quantized tokens, in a payload if they come from other ranks."""
+    D, (T, top_k) = layer.D, routing.row_TK.shape
+    q, scale = quantize.quantize_rows(randn(T, D))
+    if layer.ranks > 1:
+        payload = torch.empty(T, D + 8 * top_k + D // TILE + 16, device="cuda", dtype=torch.uint8)
+        payload = payload[:, : payload.shape[1] // 16 * 16].contiguous()
+        views = unpack_dispatch(payload, D, top_k)
+        views[0].copy_(q)
+        views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
+        q, scale = views[:2]
+    return q, scale
+
+
+def quantize_cases(layer: Layer, _: Routing) -> Iterator[Case]:
+    """Rows in groups, with the flag that training has for NaNs; one group as a shared expert or dense FFN has it, with
+    the scales in both layouts; both layouts of gate and up."""
+    x, flag = randn(layer.R, layer.D), torch.zeros(16, dtype=torch.uint8, device="cuda")
+    yield Case("quantize", "", size(x, *quantize.quantize_rows(x)), partial(quantize.quantize_rows, x, flag))
+    run = partial(quantize.quantize_group, x)
+    yield Case("quantize_group", "", size(x, *run()), run)
+    w13 = [randn(layer.E, layer.H, layer.D) for _ in range(2)]
+    run = partial(quantize.quantize_weight, w13, True, True)
+    yield Case("weight_quantize", "", size(*w13, *run()), run)
+
+
+def dispatch_cases(layer: Layer, _: Routing) -> Iterator[Case]:
+    """Routing over all ranks, then the payload that a rank sends: values, scales, ids and scores."""
+    if layer.ranks == 1:
+        return
+    T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
+    ids = torch.rand(T, layer.E * layer.ranks, device="cuda").topk(top_k).indices
+    x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")
+    run = partial(dispatch_routing, ids, layer.ranks, layer.E)
+    sent_TK, token_C, counts_N = run()
+    token_C = token_C[: int(counts_N[:, 0].sum())]
+    yield Case("dispatch_routing", "", size(ids, sent_TK, token_C, counts_N), run)
+    q, scale = quantize.quantize_rows(x)
+    pack = partial(pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E)
+    moved = size(q, scale, token_C, sent_TK, ids, scores, pack())
+    yield Case("pack_dispatch", "", moved, pack)
 
 
 def transpose_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
@@ -143,40 +177,11 @@ def swiglu_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
         yield Case(f"swiglu_backward{kind}", "balanced", moved, backward)
 
 
-def dispatched(layer: Layer, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Quantized tokens, in a payload if they come from other ranks."""
-    D, (T, top_k) = layer.D, routing.row_TK.shape
-    q, scale = quantize.quantize_rows(randn(T, D))
-    if layer.ranks > 1:
-        payload = torch.empty(T, D + 8 * top_k + D // TILE + 16, device="cuda", dtype=torch.uint8)
-        payload = payload[:, : payload.shape[1] // 16 * 16].contiguous()
-        views = unpack_dispatch(payload, D, top_k)
-        views[0].copy_(q)
-        views[1].view(torch.uint8).copy_(scale.view(torch.uint8))
-        q, scale = views[:2]
-    return q, scale
-
-
-def dispatch_cases(layer: Layer) -> Iterator[Case]:
-    """Routing over all ranks, then the payload that a rank sends: values, scales, ids and scores."""
-    T, top_k, D = layer.R // layer.top_k, layer.top_k, layer.D
-    ids = torch.rand(T, layer.E * layer.ranks, device="cuda").topk(top_k).indices
-    x, scores = randn(T, D), torch.rand(T, top_k, device="cuda")
-    route = partial(routing_kernels.dispatch_routing, ids, layer.ranks, layer.E)
-    sent_TK, token_C, counts_N = route()
-    token_C = token_C[: int(counts_N[:, 0].sum())]
-    yield Case("dispatch_routing", "", size(ids, sent_TK, token_C, counts_N), route)
-    q, scale = quantize.quantize_rows(x)
-    pack = partial(pack_dispatch, q, scale, token_C, sent_TK, ids, scores, layer.E)
-    moved = size(q, scale, token_C, sent_TK, ids, scores, pack())
-    yield Case("pack_dispatch", "", moved, pack)
-
-
 def permute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     """Index maps from choices; rows in expert order; sums in bf16, which are the layer's output for own tokens and the
     combine payload for those of other ranks. In a backward also the score gradients."""
     ids, scores, row_TK, token_M, R = routing.ids_TK, routing.scores_TK, routing.row_TK, routing.token_M, routing.R
-    run = partial(routing_kernels.expert_routing, ids, scores, layer.E, token_M.shape[0])
+    run = partial(expert_routing, ids, scores, layer.E, token_M.shape[0])
     yield Case("expert_routing", "balanced", size(ids, scores, *run()), run)
     q, scale = dispatched(layer, routing)
     run = partial(permute.permute_rows, q, scale, row_TK, token_M, routing.offsets_E)
@@ -192,22 +197,13 @@ def permute_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     yield Case("unpermute_gradients", "balanced", size(y[:R], ds_M[:R], row_TK, *gradients), backward)
 
 
-def cases(layer: Layer, routing: Routing) -> Iterator[Case]:
-    """The cases of a layer, one at a time in memory."""
-    yield from quantize_cases(layer)
-    if layer.ranks > 1:
-        yield from dispatch_cases(layer)
-    for make in (transpose_cases, swiglu_cases, permute_cases):
-        yield from make(layer, routing)
-
-
 @torch.compile(dynamic=False)
 def swiglu_bf16(h: Tensor, score: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
     return (F.silu(gate.float()) * up.float() * score.unsqueeze(1)).to(BF16)
 
 
-def alone(layer: Layer, routing: Routing, shape: str) -> Iterator[dict]:
+def alone(layer: Layer, routing: Routing) -> Iterator[dict]:
     """The transposes of both operands next to dequantizing, transposing and requantizing them, and SwiGLU next to one
     whose output another launch quantizes. What is not ours is PyTorch's code, compiled."""
     offsets_E, rows = routing.offsets_E, routing.rows
@@ -225,7 +221,7 @@ def alone(layer: Layer, routing: Routing, shape: str) -> Iterator[dict]:
     }
     for (name, reference), runs in cases.items():
         ours, theirs = map(back_to_back_ms, runs)
-        yield record(name, shape, "ms", ours, reference, theirs)
+        yield record(name, str(layer), "ms", ours, reference, theirs)
 
 
 def gb_per_s(moved: int, run: Callable[[], object]) -> float:
@@ -241,17 +237,15 @@ def device_copy(moved: int = 1 << 31) -> float:
 def measure(layer: Layer) -> Iterator[dict]:
     """Records in GB/s of the bytes that each case moves."""
     copy, routing = device_copy(), route(layer)
-    place = (
-        f"{layer.name}, {layer.R} rows, D {layer.D}, H {layer.H}, E {layer.E}, top-{layer.top_k}, ranks {layer.ranks}"
-    )
-    for case in cases(layer, routing):
+    makers = quantize_cases, dispatch_cases, transpose_cases, swiglu_cases, permute_cases
+    for case in (case for make in makers for case in make(layer, routing)):  # one at a time in memory
         speed = gb_per_s(case.bytes, case.run)
-        shape = ", ".join(filter(None, [place, case.routing]))
+        shape = ", ".join(filter(None, [str(layer), case.routing]))
         fields = dict(layer=layer.name, rows=layer.R, E=layer.E, routing=case.routing)
         fields |= dict(microseconds=round(case.bytes / speed * 1e-3, 1))
         for reference, other in (("copy", copy), ("copy of as many bytes", device_copy(case.bytes))):
             yield record(case.name, shape, "GB/s", speed, reference, other, **fields)
-    yield from alone(layer, routing, place)
+    yield from alone(layer, routing)
 
 
 if __name__ == "__main__":

@@ -12,16 +12,14 @@ sizes are random, and no multiples of 128. Weights are quantized in each directi
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.kernels.problem import BF16, UNIT, Step, compiled_step, leaf
-from experiments.records import measure_each
+from experiments.records import DEVICE, measure_each
 from experiments.reference import require_agreement
-from experiments.throughput.layer import DEVICE
 from experiments.timing import median_ms, state_records
 from titan_fp8moe import grouped_ffn, grouped_mm, ops
 from titan_fp8moe.recipe import row_capacity
@@ -29,28 +27,19 @@ from titan_fp8moe.recipe import row_capacity
 OURS, PRODUCTS, BF16_MM, MOVES = "ours", "ours, three grouped_mm", "bf16, three grouped_mm", "moves"
 
 
-class Rows(NamedTuple):
-    """Model dim, hidden dim, experts of this rank, and rows."""
-
-    D: int
-    H: int
-    E: int
-    M: int
-
-
-SHAPES = {
-    "16B": Rows(2048, 1408, 64, 98304),
-    "16B, few rows": Rows(2048, 1408, 64, 12288),
-    "Qwen3-30B, 16 experts": Rows(2048, 768, 16, 65536),
-    "671B, 8 experts": Rows(7168, 2048, 8, 32768),
+SHAPES = {  # model dim, hidden dim, experts of this rank, rows
+    "16B": (2048, 1408, 64, 98304),
+    "16B, few rows": (2048, 1408, 64, 12288),
+    "Qwen3-30B, 16 experts": (2048, 768, 16, 65536),
+    "671B, 8 experts": (7168, 2048, 8, 32768),
 }
 
 
 class Problem:
     """Inputs of the FFN, and the candidates."""
 
-    def __init__(self, sizes: Rows):
-        D, H, E, M = self.sizes = sizes
+    def __init__(self, D: int, H: int, E: int, M: int):
+        self.capacity = row_capacity(M, E)
         self.x, self.dy = leaf(M, D), leaf(M, D).detach()
         self.weights = [leaf(E, H, D, std=D**-0.5), leaf(E, D, H, std=H**-0.5), leaf(E, H, D, std=D**-0.5)]
         ids, experts = torch.randint(E, (M,), device=DEVICE).sort().values, torch.arange(E, device=DEVICE)
@@ -68,9 +57,8 @@ class Problem:
         return self.step(ffn)
 
     def moves(self) -> Step:
-        capacity = row_capacity(self.sizes.M, self.sizes.E)
-        ends, token_P, _, row_M1 = ops.expert_routing(self.ids, self.ones, self.sizes.E, capacity)
-        rows, out = ops.quantize_rows(self.x.detach()), self.x.new_empty(capacity, self.sizes.D)
+        ends, token_P, _, row_M1 = ops.expert_routing(self.ids, self.ones, len(self.offs), self.capacity)
+        rows, out = ops.quantize_rows(self.x.detach()), self.x.new_empty(self.capacity, self.x.shape[1])
 
         def step() -> list[Tensor]:
             for _ in range(2):
@@ -81,7 +69,7 @@ class Problem:
 
 
 def measure(name: str) -> list[dict]:
-    problem = Problem(SHAPES[name])
+    problem = Problem(*SHAPES[name])
     steps = {
         OURS: problem.step(lambda x, *weights: grouped_ffn(x, *weights, problem.offs)),
         PRODUCTS: problem.three(grouped_mm),
@@ -89,7 +77,7 @@ def measure(name: str) -> list[dict]:
         MOVES: problem.moves(),
     }
     require_agreement(steps[OURS](), steps[BF16_MM]())
-    shape = f"{name}, {problem.sizes.M} rows, {problem.sizes.E} experts"
+    shape = f"{name}, {len(problem.x)} rows, {len(problem.offs)} experts"
     return state_records("grouped_ffn", shape, median_ms(steps), OURS, [BF16_MM, PRODUCTS], UNIT, moves=MOVES)
 
 

@@ -8,8 +8,7 @@ in each direction, as a step without gradient accumulation does. The reference i
 experts, one GEMM. A clamp's cost is that of ours next to ours with SwiGLU.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,15 +37,14 @@ class Model(NamedTuple):
 
 
 _OAI = ExpertSpec.of("clamped_swiglu", dict(limit=7, alpha=1.702, offset=1))
+_V4 = ExpertSpec.of("clamped_swiglu", dict(limit=10))
 MODELS = {
     "gpt-oss-120B": Model(Sizes(2880, 2880, 16, 4), 8192, _OAI._replace(biased=True, interleaved=True)),
     "MiniMax-M3": Model(Sizes(6144, 3072, 16, 4), 8192, _OAI, shared=3072),
     "Gemma-4-26B": Model(Sizes(2816, 704, 16, 8), 8192, ExpertSpec.of("geglu_tanh")),
     "Nemotron-3-Nano": Model(Sizes(2688, 1856, 16, 6), 8192, ExpertSpec.of("relu2"), shared=3712),
     "Qwen3-Next": Model(Sizes(2048, 512, 64, 10), 16384, ExpertSpec(), shared=512, shared_gate=True),
-    "DeepSeek-V4-Flash": Model(
-        Sizes(4096, 2048, 32, 6), 8192, ExpertSpec.of("clamped_swiglu", dict(limit=10)), shared=2048
-    ),
+    "DeepSeek-V4-Flash": Model(Sizes(4096, 2048, 32, 6), 8192, _V4, shared=2048),
 }
 
 
@@ -64,23 +62,19 @@ class Problem(Inputs):
         leaves = self.scores, self.s13, self.s2, self.gate, self.w2, self.b13, self.b2, self.w13
         self.leaves = [t for t in leaves if t is not None]
 
-    def step(self, layer: Callable[[Tensor], Tensor]) -> Step:
-        return compiled_step(layer, self.x, self.leaves, self.dout)
-
     def ours(self, spec: ExpertSpec) -> Step:
-        names = ACTIVATIONS[spec.activation].parameters
-        options: dict[str, Any] = dict(b1=self.b13, b2=self.b2, interleaved=spec.interleaved)
-        options |= dict(activation=spec.activation)
-        options |= dict(activation_parameters=dict(zip(names, spec.parameters, strict=True)))
+        parameters = dict(zip(ACTIVATIONS[spec.activation].parameters, spec.parameters, strict=True))
+        options = dict(activation=spec.activation, activation_parameters=parameters, interleaved=spec.interleaved)
 
         def layer(x: Tensor) -> Tensor:
             shared = None
             if self.s13 is not None:
                 scores = None if self.gate is None else torch.sigmoid((x @ self.gate).float())
                 shared = SharedExperts(self.s13, cast(Tensor, self.s2), None, scores)
-            return routed_experts(x, self.w13, self.w2, None, self.ids, self.scores, shared=shared, **options)
+            experts = self.w13, self.w2, None, self.ids, self.scores
+            return routed_experts(x, *experts, b1=self.b13, b2=self.b2, shared=shared, **options)
 
-        return self.step(layer)
+        return compiled_step(layer, self.x, self.leaves, self.dout)
 
     def activate(self, h: Tensor) -> Tensor:
         """The activation of gate and up; in fp32 of bf16, as the compiler computes it anyway."""
@@ -100,7 +94,7 @@ class Problem(Inputs):
             out = fused_experts(x, self.w13, self.w2, self.ids, self.scores, self.activate, biases)
             return (out if self.s13 is None else out + self.shared_experts(x)).to(BF16)
 
-        return self.step(layer)
+        return compiled_step(layer, self.x, self.leaves, self.dout)
 
 
 def measure(name: str) -> list[dict]:

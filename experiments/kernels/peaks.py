@@ -20,11 +20,6 @@ COPY_BYTES = 2**31
 PEERS = "bf16", "fp8 per tensor"
 
 
-def copy() -> Callable[[], object]:
-    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return lambda: target.copy_(source)
-
-
 def products(M: int, N: int, K: int) -> dict[str, Callable[[], object]]:
     x, w = (torch.randn(rows, K, device="cuda", dtype=BF16) for rows in (M, N))
     (a, a_scale), b = ops.quantize_rows(x), ops.quantize_weight(w.unsqueeze(0))
@@ -40,9 +35,10 @@ def products(M: int, N: int, K: int) -> dict[str, Callable[[], object]]:
 def measure(shape: tuple[int, int, int] | None) -> list[dict]:
     """Records of a product, or of the copy."""
     if shape is None:
-        speeds = {state: {"copy": 2e-6 * COPY_BYTES / of["copy"]} for state, of in median_ms({"copy": copy()}).items()}
-        found = [(f"{COPY_BYTES} bytes, {state}", of["copy"]) for state, of in speeds.items()]
-        return [record("peak copy", shape, "GB/s", speed, "", None) for shape, speed in found]
+        source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+        times = median_ms({"copy": lambda: target.copy_(source)})
+        speeds = {f"{COPY_BYTES} bytes, {state}": 2e-6 * COPY_BYTES / of["copy"] for state, of in times.items()}
+        return [record("peak copy", title, "GB/s", speed, "", None) for title, speed in speeds.items()]
     (M, N, K), title = shape, "M {}, N {}, K {}".format(*shape)
     speeds = tflops(median_ms(products(M, N, K)), M * N * K)
     return state_records("peak product", title, speeds, "ours", PEERS, "TFLOP/s")

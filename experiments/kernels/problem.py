@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.records import DEVICE
 from experiments.reference import require_agreement
-from experiments.throughput.layer import DEVICE, MODELS, compile_whole
+from experiments.throughput.layer import MODELS, compile_whole
 from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, WeightCache
 
 BF16 = torch.bfloat16
@@ -97,8 +98,8 @@ class Problem(Inputs):
         return [torch.cat((w1, w3), 1).requires_grad_(), w2.clone().requires_grad_()]
 
 
-def check(ours: Step, theirs: Step) -> None:
-    """Compares outputs and gradients. ``theirs`` returns output, dx, dscores, dw1 and dw3 as one, and dw2."""
-    out, dx, dscores, dw1, dw2, dw3 = ours()
-    *others, their_dw13, their_dw2 = theirs()
+def require_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    """:func:`require_agreement` where ``theirs`` are output, dx, dscores, dw1 and dw3 as one, and dw2."""
+    out, dx, dscores, dw1, dw2, dw3 = ours
+    *others, their_dw13, their_dw2 = theirs
     require_agreement((out, dx, dscores, dw2, dw1, dw3), (*others, their_dw2, *their_dw13.chunk(2, 1)))

@@ -2,17 +2,15 @@
 
     python -m experiments.kernels.routed_vs_fused_bf16 --out experiments/kernels/results.json
 
-Both get the same tokens, routing, scores and bf16 weights, and return gradients of all but the routing. The reference
-is :func:`experiments.throughput.fused_bf16.fused_experts`, compiled as one graph, with gate and up as one weight. Ours
-quantizes its weights in each direction, as a step without gradient accumulation does. In a second and a third record
-``cache_weights`` keeps them for four microbatches, and each bears a fourth of their refresh. Routing is random: each
-expert has about the same number of rows.
+The reference is :func:`experiments.throughput.fused_bf16.fused_experts`, compiled as one graph, with gate and up as one
+weight. Ours quantizes its weights in each direction, as a step without gradient accumulation does. In a second and a
+third record ``cache_weights`` keeps them for four microbatches, and each bears a fourth of their refresh.
 """
 
 import torch
 from torch import Tensor
 
-from experiments.kernels.problem import BF16, UNIT, Problem, Sizes, Step, check, step_of
+from experiments.kernels.problem import BF16, UNIT, Problem, Sizes, Step, require_same, step_of
 from experiments.records import measure_each
 from experiments.throughput.fused_bf16 import fused_experts
 from experiments.timing import median_ms, state_records
@@ -52,7 +50,7 @@ def measure(case: tuple[str, tuple[Sizes, int]]) -> list[dict]:
     problem = Problem(sizes, tokens)
     steps = {CACHED: problem.ours("both"), OURS: problem.ours(), FUSED: fused(problem)}
     steps |= {name: problem.ours(kept, MICROBATCHES) for kept, name in ACCUMULATED.items()}
-    check(steps[OURS], steps[FUSED])
+    require_same(steps[OURS](), steps[FUSED]())
     shape = f"{name}, {sizes.rows(tokens)}"
     times = median_ms(steps)
     for ms in times.values():

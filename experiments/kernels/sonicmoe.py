@@ -17,7 +17,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from experiments.kernels.problem import UNIT, Problem, Step, check, layer_of, step_of
+from experiments.kernels.problem import UNIT, Problem, Step, layer_of, require_same, step_of
 from experiments.records import measure_each
 from experiments.timing import median_ms, state_records
 
@@ -71,14 +71,9 @@ class SonicMoE(Problem):
         return step_of(layer, self.x, [self.scores, w13, w2], self.dout)
 
 
-def gate_first(step: Step) -> Step:
-    """The same results with the rows of dw13 as :func:`check` expects them."""
-
-    def reordered() -> list[Tensor]:
-        *others, dw13, dw2 = step()
-        return [*others, torch.cat((dw13[:, ::2], dw13[:, 1::2]), 1), dw2]
-
-    return reordered
+def gate_first(results: list[Tensor]) -> list[Tensor]:
+    *others, dw13, dw2 = results
+    return [*others, torch.cat((dw13[:, ::2], dw13[:, 1::2]), 1), dw2]
 
 
 def measure(case: tuple[str, int]) -> list[dict]:
@@ -86,8 +81,8 @@ def measure(case: tuple[str, int]) -> list[dict]:
     problem = SonicMoE(sizes, case[1])
     steps = {OURS: problem.ours(), CACHED: problem.ours("both")}
     steps |= {PEER: problem.sonicmoe(), GENERAL: problem.any_routing()}
-    for theirs in (gate_first(steps[PEER]), steps[GENERAL]):
-        check(steps[CACHED], theirs)
+    require_same(steps[CACHED](), gate_first(steps[PEER]()))
+    require_same(steps[CACHED](), steps[GENERAL]())
     times = median_ms(steps)
     for ms in times.values():
         ms[PEER] = min(ms[PEER], ms[GENERAL])
