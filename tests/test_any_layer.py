@@ -40,12 +40,14 @@ from titan_fp8moe import (
 )
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer.group import feed_forward, linear
+from titan_fp8moe.layer.run import Shared
 from titan_fp8moe.layer.weights import ExpertWeights, are_frozen
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
 
 GEMMS = "linear", "grouped_mm"  # with the weight w1, and without scores
 OF_ROWS = "grouped_ffn", "grouped_mm"
+SHARED = "shared1", "shared2", "shared3"
 
 
 class Layer(NamedTuple):
@@ -57,7 +59,7 @@ class Layer(NamedTuple):
         lies: the last two dims of each matrix as ``rows``, ``swapped``, or ``wider`` rows with gaps between them.
         weights: ``trained``, ``frozen``, stored in ``fp8``, ``gathered`` in FP8, or trained with ``kept`` copies.
         lora: the weights with an adapter.
-        shared: ``plain``, ``fused`` or ``scored`` shared experts, or empty.
+        shared: ``plain``, ``fused`` or ``scored`` shared experts, some with ``kept`` copies, or empty.
         frozen: the leaves without a gradient.
         travels: tokens take the way between ranks, over a group of this process.
     """
@@ -114,7 +116,7 @@ class Layer(NamedTuple):
         if shared == "fused" and (hidden % 128 or stored == "interleaved"):
             shared = "plain"
         frozen = {"w1", "w2", "w3"} if weights in ("frozen", "fp8") else set()
-        for names in (["x"], ["scores"], ["w1"], ["w2"], ["b1"], ["shared1", "shared2", "shared3"], ["shared_scores"]):
+        for names in (["x"], ["scores"], ["w1"], ["w2"], ["b1"], SHARED, ["shared_scores"]):
             frozen |= set(names) if pick.random() < 0.15 else set()
         if lora and entry == "RoutedExperts":  # which its adapters freeze
             frozen |= {"w1", "w2", "w3", "b1", "b2", "b3"}
@@ -133,7 +135,7 @@ class Layer(NamedTuple):
         dtypes = pick.choice([torch.float32, torch.bfloat16]), pick.choice([torch.float32, torch.bfloat16])
         if entry == "feed_forward":  # shared experts alone
             activation, experts, top_k, lora, biased, shared, travels = "swiglu", 1, 1, (), False, "plain", False
-            frozen = frozen & {"x", "shared1", "shared2", "shared3"} | {"scores", "w1", "w2", "w3"}
+            frozen = frozen & {"x", *SHARED} | {"scores", "w1", "w2", "w3"}
             config = dataclasses.replace(config, dispatch="auto")
         if entry in GEMMS:
             activation, lora, biased, stored, shared, travels = "swiglu", (), False, "apart", "", False
@@ -267,7 +269,7 @@ def ours(layer: Layer, tensors: Tensors, *ways: str | Callable[..., Tensor]) -> 
     """The output and all gradients of the package's layer, called in the last of the ``ways``; the first is by itself.
     Of several ways the first runs its backward once more for x alone, and once to leave gradients in the leaves."""
     leaves = {n: t.to(DEVICE).detach().requires_grad_(n not in layer.frozen) for n, t in tensors.leaves.items()}
-    run, ids = _entry(layer, leaves), tensors.ids.to(DEVICE)
+    run, ids = as_function(layer, leaves), tensors.ids.to(DEVICE)
     trained = {name: t for name, t in leaves.items() if t.requires_grad}
     for way in ("", *ways):
         out = call_in(way, layer, run, ids)
@@ -287,12 +289,13 @@ def ours(layer: Layer, tensors: Tensors, *ways: str | Callable[..., Tensor]) -> 
     return dict(out=out.detach(), **dict(zip(trained, map(local_of, grads), strict=True)))
 
 
-def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+def as_function(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """The layer as a function of its ids. A module's parameters take the place of leaves."""
+    cache = WeightCache(cached(layer)) if "kept" in layer.weights else None
     if layer.entry == "grouped_mm":
         return lambda ids: grouped_mm(leaves["x"], leaves["w1"].transpose(1, 2), _ends(layer, ids))
     if layer.entry == "linear":
-        cache, frozen = WeightCache() if layer.weights == "kept" else None, "w1" in layer.frozen
+        frozen = "w1" in layer.frozen
         return lambda ids: linear(leaves["x"], leaves["w1"].squeeze(0), layer.config, cache, frozen=frozen)
     x, scores = leaves["x"], leaves["scores"]
     weights: list[Any] = [leaves.get(name) for name in ("w1", "w2", "w3")]
@@ -306,10 +309,12 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
         score_before_experts=layer.score_before_experts,
     )  # fmt: skip
     options: dict[str, Any] = {}
-    if layer.shared:
-        options["shared"] = SharedExperts(*map(leaves.get, ("shared1", "shared2", "shared3", "shared_scores")))
+    if layer.shared == "kept":  # by modules of a trainer
+        options["shared"] = Shared(ExpertWeights(*map(leaves.get, SHARED)), WeightCache())
+    elif layer.shared:
+        options["shared"] = SharedExperts(*map(leaves.get, (*SHARED, "shared_scores")))
     if layer.entry == "RoutedExperts":
-        caching = dict(cache_weights=True, cache_layouts="forward" if "forward" in layer.weights else "both")
+        caching = dict(cache_weights=True, cache_layouts=cached(layer))
         config = dataclasses.replace(layer.config, **caching) if "kept" in layer.weights else layer.config
         how["ep_group"] = dist.group.WORLD if layer.travels else None
         sizes = layer.experts, layer.dim, layer.hidden
@@ -333,8 +338,7 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
             setattr(module.get_submodule(kind), of, leaves[name])
         return lambda ids: module(x, ids, scores, **options)
     if layer.entry == "feed_forward":
-        matrices = ExpertWeights(*map(leaves.__getitem__, ("shared1", "shared2", "shared3")))
-        cache = WeightCache() if "kept" in layer.weights else None
+        matrices = ExpertWeights(*map(leaves.__getitem__, SHARED))
         return lambda ids: feed_forward(x, matrices, layer.config, cache, frozen=are_frozen(matrices))
     if layer.lora:
         lora = {name: Adapter(leaves[f"{name}_A"], leaves[f"{name}_B"], ADAPTER_SCALE) for name in layer.lora}
@@ -344,9 +348,11 @@ def _entry(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor
     if layer.entry == "routed_experts":
         options["ep_group"] = dist.group.WORLD if layer.travels else None
         return lambda ids: routed_experts(x, *weights, ids, scores, **options)
-    options["cache"] = WeightCache() if layer.weights == "kept" else None
+    return lambda ids: grouped_ffn(x, *weights, _ends(layer, ids), scores=scores[:, 0], cache=cache, **options)
 
-    return lambda ids: grouped_ffn(x, *weights, _ends(layer, ids), scores=scores[:, 0], **options)
+
+def cached(layer: Layer) -> str:
+    return "forward" if "forward" in layer.weights else "both"
 
 
 def _ends(layer: Layer, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.layer import refused
 from tests.specs import SPECS
-from tests.variants import DENSE, LAYERS, SAVED, Small, small_dense, small_layer
+from tests.variants import DENSE, LAYERS, SAVED, Small, small_layer
 from titan_fp8moe import Fp8FlowMoEConfig, ops, recipe, routed_experts
 from titan_fp8moe.dispatch import Route
 from titan_fp8moe.dispatch.symmetric import workspace
@@ -250,7 +250,7 @@ def check(kind: str, settings: tuple[str, str], *skipped: str, group: Any = None
     if kind in LAYERS:
         assert check_calls(small_layer(kind, config, group), *skipped) == dict.fromkeys(LAYER_OPS, 3)
     else:
-        assert {*check_calls(small_dense(kind, config), *skipped)} <= {*DENSE_OPS[kind.split()[0]]}
+        assert {*check_calls(small_layer(kind, config), *skipped)} <= {*DENSE_OPS[kind.split()[0]]}
 
 
 CHECKS = [
@@ -260,7 +260,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(("settings", "skipped"), CHECKS)
-@pytest.mark.parametrize("kind", LAYERS + DENSE)
+@pytest.mark.parametrize("kind", [*LAYERS, *DENSE])
 def test_opcheck_of_layers(kind, settings, skipped):
     check(kind, settings, *skipped)
 

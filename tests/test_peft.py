@@ -1,6 +1,5 @@
 """PEFT's adapters of Transformers' experts, beside their FP8 weights. The reference is PEFT's own forward, in fp32."""
 
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -14,7 +13,6 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from experiments.reference import relative_error
 from tests.layer import DEVICE, CastCounter, assert_equal
 from tests.patched import undone
-from tests.processes import run_checks
 from tests.test_transformers import (
     bind,
     fp8_experts,
@@ -161,10 +159,6 @@ def test_experts_of_another_package_do_not_lose_adapters():
     assert not any("layers.0." in name for name in adapter.fp8_matrices(model))
     del experts.forward
     logits(model, make_tokens())
-
-
-def test_two_processes(tmp_path: Path):
-    run_checks("transformers_worker.py", 2, str(tmp_path), "peft", cpu_only=True)
 
 
 def test_another_peft_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ import importlib
 import inspect
 import re
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -19,7 +18,7 @@ pytest.importorskip("transformers", "5.17")
 import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs its patches
 from experiments.reference import relative_error
 from tests.layer import DEVICE, D, E, H, K
-from tests.processes import run_checks, run_script
+from tests.processes import run_script
 from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
@@ -382,15 +381,6 @@ def test_blocks_of_compiled_models_run_eagerly():
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(Unsupported, match="torch.compiler.disable"), replay_routing(model, routed):
         whole(tokens)
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path: Path):
-    """Expert parallelism of Transformers, and FSDP2, against one process."""
-    run_checks("transformers_worker.py", 2, str(tmp_path), "replay")
 
 
 @pytest.mark.slow

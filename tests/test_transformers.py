@@ -26,7 +26,7 @@ from transformers.integrations import finegrained_fp8, moe
 
 from experiments.reference import relative_error
 from tests.layer import DEVICE, CastCounter, assert_equal, refused
-from tests.processes import run_checks, run_script
+from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.export_fp8 import fp8_tensors
@@ -535,14 +535,6 @@ def test_quantize_of_torchao():
     assert adapter.converted(some) == ["model.layers.1.mlp.experts"]
     with refused("Qwen3MoeExperts: its gate is none of"):
         quantize_(make_model(hidden_act="gelu"), config, filter_fn=is_moe)
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
-
-
-def test_two_processes(tmp_path: Path):
-    """FSDP2, and Transformers' own expert parallelism, against one process."""
-    run_checks("transformers_worker.py", 2, str(tmp_path))
 
 
 def test_example():

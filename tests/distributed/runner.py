@@ -222,21 +222,6 @@ def _all_to_all_through_the_host(
     return received.to(rows.device)
 
 
-def check(name: str, ok: bool) -> None:
-    """Ends the ranks unless all of them are ``ok``; rank 0 prints which."""
-    ok = all(gather_list(bool(ok)))
-    if dist.get_rank() == 0:
-        print(f"{'ok' if ok else 'FAILED'} {name}", flush=True)
-    if not ok:
-        sys.exit(1)
-
-
-def end() -> None:
-    if dist.get_rank() == 0:
-        print("all checks passed", flush=True)
-    dist.destroy_process_group()
-
-
 def run_all(run: Callable[[str, Path], dict]) -> None:
     """Runs the cases named on the command line, ``OUT_DIR CASE...``, and leaves each result, or error, in OUT_DIR."""
     out = Path(sys.argv[1])

@@ -28,15 +28,14 @@ from torch import Tensor
 
 from experiments.reference import relative_error
 from tests.distributed.runner import ONE_CONNECTION, ONE_GPU, Place, gather_list, on_ranks, start
-from tests.layer import apply_layer, refused
+from tests.layer import refused
 from tests.processes import run_workers, time_limit
-from tests.test_any_layer import BY_TOKEN, DEVICE, PLAIN, WAYS, Layer, Tensors, call_in, ours
+from tests.test_any_layer import BY_TOKEN, DEVICE, PLAIN, WAYS, Layer, Tensors, as_function, call_in, ours
 from titan_fp8moe import Fp8FlowMoEConfig as Config
 from titan_fp8moe import check_room, ops, routed_experts
 from titan_fp8moe.dispatch import base
 from titan_fp8moe.dispatch.symmetric import exchange, kernels
 from titan_fp8moe.layer.ffn import FFN
-from titan_fp8moe.layer.weights import ExpertWeights
 
 IMPL = kernels if DEVICE == "cuda" else exchange
 SMALL = PLAIN._replace(tokens=70, travels=True)
@@ -178,30 +177,26 @@ def test_ranks_equal_one_process(row: Row) -> None:
         assert_bits(again, ours(over(row.layer, "all_to_all"), inputs, two_layers))
 
 
-@on_ranks(2, ONE_GPU)
-def test_one_graph() -> None:
-    def compiled(run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-        return torch.compile(run, backend="aot_eager", fullgraph=True)(ids)
-
-    assert_bits(symmetric(compiled), direct())
-
-
 def mine(row: Row = Row()) -> Tensors:  # noqa: B008
     tensors, tokens = of_all(row)
     return part(row.layer, tensors, tokens, dist.get_rank())
 
 
-SYMMETRIC = dict(dispatch="symmetric", dispatch_capacity=2.5)
 BOTH = {"all_to_all": "all_to_all", "symmetric": "symmetric"}
 CPU_AND_GPU = 2, pytest.param(Place(4), marks=pytest.mark.slow, id="4"), ONE_GPU, ONE_CONNECTION
 
 
-def symmetric(*ways: Callable[..., Tensor]) -> dict[str, Tensor]:
-    return ours(over(SMALL, **SYMMETRIC), mine(), *ways)
+def symmetric(*ways: str) -> dict[str, Tensor]:
+    return ours(over(SMALL, "symmetric", dispatch_capacity=2.5), mine(), *ways)
 
 
 def direct() -> dict[str, Tensor]:
     return ours(over(SMALL, "all_to_all"), mine())
+
+
+@on_ranks(2, ONE_GPU)
+def test_one_graph() -> None:
+    assert_bits(symmetric("compiled"), direct())
 
 
 @on_ranks(2, ONE_GPU)
@@ -211,9 +206,7 @@ def test_inference() -> None:
     inputs = mine(Row(layer))
     want = ours(over(layer, "all_to_all"), inputs)
     with torch.inference_mode():
-        leaves = {name: t.to(DEVICE) for name, t in inputs.leaves.items()}
-        weights = leaves["w1"], leaves["w2"], leaves["w3"], inputs.ids.to(DEVICE)
-        out = routed_experts(leaves["x"], *weights, leaves["scores"], config=layer.config, ep_group=dist.group.WORLD)
+        out = as_function(layer, {name: t.to(DEVICE) for name, t in inputs.leaves.items()})(inputs.ids.to(DEVICE))
     assert torch.equal(out, want["out"])
     assert_bits(ours(layer, inputs), want)
 
@@ -229,17 +222,6 @@ def test_gradients_of_tokens_return_if_any_rank_needs_them(dispatch: str) -> Non
             got = ours(layer._replace(frozen=frozen), mine())
         assert_bits(got, {name: t for name, t in want.items() if name not in frozen})
         assert dispatch == "symmetric" or transfer.call_count == transfers
-
-
-@on_ranks(2, ONE_GPU)
-def test_a_layer_in_anothers_meanwhile() -> None:
-    def nested(config: Config) -> Tensor:
-        leaves, ids = {name: t.to(DEVICE) for name, t in mine().leaves.items()}, mine().ids.to(DEVICE)
-        args = leaves["x"], ExpertWeights(leaves["w1"], leaves["w2"], leaves["w3"]), ids, leaves["scores"]
-        options = dict(config=config, ep_group=dist.group.WORLD)
-        return apply_layer(*args, meanwhile=functools.partial(apply_layer, *args, **options), **options)
-
-    assert torch.equal(nested(Config(**SYMMETRIC)), nested(Config(dispatch="all_to_all")))
 
 
 # --- faults, after which the ranks go on ------------------------------------------------------------------------------
