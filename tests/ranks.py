@@ -113,12 +113,3 @@ def exchange_all(
 def gradient(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Stands for the output's quantized gradient."""
     return tokens.q.flip(0), tokens.scale.view(torch.uint8).flip(0).view(E8M0)
-
-
-def assert_equal(got: list[Exchanged], want: list[Exchanged]) -> None:
-    """Every bit of what the two have in common: rows and tokens that count."""
-    for rank, (g, w) in enumerate(zip(got, want, strict=True)):
-        for name, a, b in zip(Exchanged._fields, g, w, strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape), (rank, name)
-            size = {1: torch.uint8, 4: torch.int32}[a.element_size()]
-            assert torch.equal(a.view(size), b.view(size)), (rank, name)

@@ -266,27 +266,34 @@ def call_in(way: str | Callable[..., Tensor], layer: Layer, run: Callable[[Tenso
 
 
 def ours(layer: Layer, tensors: Tensors, *ways: str | Callable[..., Tensor]) -> dict[str, Tensor]:
-    """The output and all gradients of the package's layer, called in the last of the ``ways``; the first is by itself.
-    Of several ways the first runs its backward once more for x alone, and once to leave gradients in the leaves."""
+    """The output and all gradients of the package's layer, called in the last of the ``ways``; before them it is called
+    by itself, and then also runs other backwards."""
     leaves = {n: t.to(DEVICE).detach().requires_grad_(n not in layer.frozen) for n, t in tensors.leaves.items()}
-    run, ids = as_function(layer, leaves), tensors.ids.to(DEVICE)
+    run, ids, dout = as_function(layer, leaves), tensors.ids.to(DEVICE), tensors.dout.to(DEVICE)
     trained = {name: t for name, t in leaves.items() if t.requires_grad}
     for way in ("", *ways):
         out = call_in(way, layer, run, ids)
-        again = bool(ways) and not way
-        grads = torch.autograd.grad(out, trained.values(), dout := tensors.dout.to(DEVICE), retain_graph=again)
-        if again:
-            some = {name: grad for name, grad in zip(trained, grads, strict=True) if name == "x"} or trained
-            alone = torch.autograd.grad(out, [trained[name] for name in some], dout, retain_graph=True)
-            out.backward(dout)
-            left = [t.grad for t in trained.values()]
-            assert_equal(map(local_of, (*alone, *left)), map(local_of, (*grads[: len(alone)], *grads)))
-            for (name, t), grad in zip(trained.items(), left, strict=True):
-                assert is_dense(local_of(grad)) and steps(grad) == steps(local_of(grad)), name
-                assert steps(grad) == steps(t) or not is_dense(local_of(t)), name
-    for name, grad in zip(trained, grads, strict=True):
+        repeats = bool(ways) and not way
+        grads = dict(zip(trained, torch.autograd.grad(out, trained.values(), dout, retain_graph=repeats), strict=True))
+        if repeats:
+            assert_other_backwards(out, dout, trained, grads)
+    for name, grad in grads.items():
         assert is_dense(local_of(grad)) and steps(grad) == steps(local_of(grad)), name
-    return dict(out=out.detach(), **dict(zip(trained, map(local_of, grads), strict=True)))
+    return dict(out=out.detach(), **{name: local_of(grad) for name, grad in grads.items()})
+
+
+def assert_other_backwards(out: Tensor, dout: Tensor, trained: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+    """The backward for x alone, and the one that leaves gradients in the leaves, give the ``grads``. A leaf's gradient
+    lies as the leaf does, if that is dense."""
+    some = ["x"] if "x" in trained else [*trained]
+    alone = torch.autograd.grad(out, [trained[name] for name in some], dout, retain_graph=True)
+    out.backward(dout)
+    left = {name: t.grad for name, t in trained.items()}
+    assert_equal(map(local_of, alone), [local_of(grads[name]) for name in some])
+    assert_equal(map(local_of, left.values()), map(local_of, grads.values()))
+    for name, t in trained.items():
+        assert is_dense(local_of(left[name])) and steps(left[name]) == steps(local_of(left[name])), name
+        assert steps(left[name]) == steps(t) or not is_dense(local_of(t)), name
 
 
 def as_function(layer: Layer, leaves: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
@@ -491,28 +498,41 @@ def check(layer: Layer, seed: int, way: str) -> None:
     tensors = Tensors.of(layer, seed)
     got = ours(layer, tensors)
     assert not (wrong := compare(layer, got, wanted(layer, tensors))), (layer, wrong)
-    # On DTensors around the layer, and where the all-to-all breaks the graph of adapters.
-    fails = layer.entry == "RoutedExperts" or (layer.lora and layer.travels)
-    old = TorchVersion(torch.__version__) < (2, 13)
-    if way == "compiled" and ((old and fails) or layer.weights == "gathered"):
+    if way == "compiled" and not compiles(layer):
         way = "autocast"
-    again = ours(layer, tensors, way)
-    assert_equal(again.values(), got.values())
-    for name in got.keys() - {"out"}:  # gradients of gate and up apart are made as rows
+    assert_equal(ours(layer, tensors, way).values(), got.values())
+    assert_gradients_lie_as_weights(layer, tensors, got)
+    assert_rows_are_independent(layer, tensors, got, alone=1 if seed % 2 else layer.tokens // 2)
+
+
+def compiles(layer: Layer) -> bool:
+    """Not on DTensors around the layer, and not where the all-to-all breaks the graph of adapters."""
+    old = TorchVersion(torch.__version__) < (2, 13)
+    fails = layer.entry == "RoutedExperts" or (layer.lora and layer.travels)
+    return layer.weights != "gathered" and not (old and fails)
+
+
+def assert_gradients_lie_as_weights(layer: Layer, tensors: Tensors, got: dict[str, Tensor]) -> None:
+    """Gradients of gate and up apart are made as rows."""
+    for name in got.keys() - {"out"}:
         kept = layer.lies == "swapped" and name in ("w1", "w2") and (layer.stored != "apart" or layer.entry in GEMMS)
         if layer.lies == "rows" or kept:
             assert steps(got[name]) == steps(tensors.leaves[name]), name
-    some, others = torch.randperm(layer.tokens).split([layer.tokens // 2, layer.tokens - layer.tokens // 2])
+
+
+def assert_rows_are_independent(layer: Layer, tensors: Tensors, got: dict[str, Tensor], alone: int) -> None:
+    """Some rows are the same alone, and beside others that are no numbers. Nothing depends on rows of no group."""
+    tokens = torch.randperm(layer.tokens)
+    some, others = tokens[:alone], tokens[alone:]
     if layer.entry in OF_ROWS:  # which are sorted
         some = some.sort().values
     rows = {name: t[some.to(DEVICE)] for name, t in got.items() if name in BY_TOKEN}
-    alone, beside_nan = ours(layer, tensors.rows(some)), ours(layer, tensors.poisoned(others))
-    assert_equal([alone[name] for name in rows], rows.values())
+    by_themselves, beside_nan = ours(layer, tensors.rows(some)), ours(layer, tensors.poisoned(others))
+    assert_equal([by_themselves[name] for name in rows], rows.values())
     assert_equal([beside_nan[name][some.to(DEVICE)] for name in rows], rows.values())
     if layer.entry in OF_ROWS:
-        nowhere = tensors.ids[:, 0] < 0
-        poisoned = ours(layer, tensors.poisoned(nowhere.nonzero()[:, 0]))
-        assert_equal(poisoned.values(), got.values())
+        nowhere = (tensors.ids[:, 0] < 0).nonzero()[:, 0]
+        assert_equal(ours(layer, tensors.poisoned(nowhere)).values(), got.values())
 
 
 @pytest.mark.parametrize("score_before_experts", [False, True])

@@ -13,8 +13,7 @@ def test_example():
     if torch.cuda.is_available():
         assert done.returncode == 0 and "17 replays equal eager steps bit for bit" in done.stdout, done.stderr
     else:
-        assert done.returncode == 1
-        assert done.stderr == "CUDA graphs need a GPU; examples/plain_pytorch.py trains on a CPU\n"
+        assert done.returncode == 1 and "CUDA graphs need a GPU" in done.stderr
 
 
 @pytest.mark.gpu

@@ -305,18 +305,6 @@ def test_specifications_cross_an_op():
         assert repr(got) == repr(spec)
 
 
-def test_a_compiled_function_encodes():
-    spec = LayerSpec(
-        Route(), ExpertSpec("clamped_swiglu", True, (7.0,)), BackwardSpec(), "", True, LoraSpec(1.0, None, None, False)
-    )
-
-    def length(x):
-        return x * len(encode(spec)), spec.expert.gated
-
-    for function in (length, torch.compile(length, backend="eager", fullgraph=True)):
-        assert function(torch.ones(()))[0] == len(encode(spec))
-
-
 class Wrapper(torch.Tensor):
     """Without data, as a DTensor is."""
 

@@ -8,15 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from experiments.reference import relative_error
-from tests.kernels.compare import randn
 from tests.kernels.conftest import INTERPRETED
-from tests.test_any_layer import OF_ROWS, PLAIN, Tensors, ours, steps, wanted
+from tests.layer import DEVICE
+from tests.test_any_layer import OF_ROWS, PLAIN, Tensors, as_function, ours, steps, wanted
 from titan_fp8moe import ops
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.layer.run import routed_experts
 
-T, D, H, E, K = 140, 256, 128, 4, 2
-
+BF16 = dict(tokens=210, dtype=torch.bfloat16, weight_dtype=torch.bfloat16, experts=4, top_k=1, routing="some nowhere")
+ROUTED = BF16 | dict(tokens=140, top_k=2, routing="random")
 # They allocate, or look at a tensor in another way.
 NO_DEVICE_WORK = {
     "empty", "new_empty", "empty_strided", "view", "_unsafe_view", "reshape", "slice", "select", "unsqueeze", "t",
@@ -72,68 +71,28 @@ def on_routing_kernels(on_kernels, monkeypatch):
         monkeypatch.setattr(GridExecutor, "__call__", routing)
 
 
-@pytest.fixture
-def layer(generator):
-    chosen = torch.rand(T, E, generator=generator, device=generator.device).topk(K, dim=1).indices
-    weights = [(randn(generator, E, *shape) * 0.05).bfloat16() for shape in ((H, D), (D, H), (H, D))]
-    x, dout = randn(generator, 2, T, D).bfloat16()
-    return x, randn(generator, T, K), chosen, weights, dout
-
-
-def run(layer, config, mode=None, group=None):
-    """Output and gradients; ``mode`` sees the layer's forward and backward only."""
-    x, scores, chosen, weights, dout = layer
-    leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
-    with mode or contextlib.nullcontext():
-        out = routed_experts(leaves[0], *leaves[2:], chosen, leaves[1], config=config, ep_group=group)
-        grads = torch.autograd.grad(out, leaves, dout)
-    return [out.detach(), *grads]
-
-
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 @pytest.mark.parametrize("exchanged", [False, True])
-def test_nothing_but_kernels(monkeypatch, request, layer, recompute, exchanged):
+def test_nothing_but_kernels(monkeypatch, request, seed, recompute, exchanged):
     """No copy, fill, cast or concatenation between the kernels, forward and backward. With expert parallelism there are
     the counts for the host beside them, and the four all-to-alls."""
     monkeypatch.undo()  # memory need not be poisoned here
     request.getfixturevalue("on_routing_kernels")
-    work = DeviceWork()
-    if not INTERPRETED:
-        run(layer, Fp8FlowMoEConfig())  # a process's first GEMM on a GPU makes the tile counters
+    if exchanged:
+        request.getfixturevalue("group")
     config = Fp8FlowMoEConfig(recompute=recompute, save_h="fp8")
-    run(layer, config, work, request.getfixturevalue("group") if exchanged else None)
+    layer = PLAIN._replace(**ROUTED, travels=exchanged, config=config)
+    tensors = Tensors.of(layer, seed)
+    leaves = {name: t.to(DEVICE).requires_grad_() for name, t in tensors.leaves.items()}
+    run, ids, dout, work = as_function(layer, leaves), tensors.ids.to(DEVICE), tensors.dout.to(DEVICE), DeviceWork()
+    # A process's first GEMM on a GPU makes the tile counters.
+    for mode in (work,) if INTERPRETED else (contextlib.nullcontext(), work):
+        with mode:
+            torch.autograd.grad(run(ids), leaves.values(), dout)
     expected = Counter(all_to_all_single=5, wait_tensor=5, stack=1, to=1)
     assert Counter(work.names) == (expected if exchanged else Counter())
 
 
-@pytest.mark.parametrize("wgrad", ["balanced", "bf16"])
-@pytest.mark.parametrize("recompute", ["activation", "experts"])
-def test_one_rank_is_as_none(layer, group, wgrad, recompute):
-    """What is kept of tokens that came in a payload gives what is kept of a rank's own, bit by bit."""
-    config = Fp8FlowMoEConfig(wgrad=wgrad, recompute=recompute)
-    for got, want in zip(run(layer, config, group=group), run(layer, config), strict=True):
-        assert torch.equal(got, want)
-
-
-def test_rows_do_not_depend_on_the_batch(on_kernels, generator, layer):
-    """Other numbers of tokens and of rows for each expert, in another order. Interpreted GEMMs are those in plain
-    Triton; on a Hopper GPU this is the test of the Gluon ones."""
-    x, scores, chosen, weights, dout = layer
-    want = run(layer, Fp8FlowMoEConfig())[:3]
-    for tokens in (1, 129):
-        some = torch.randperm(T, generator=generator, device=generator.device)[:tokens]
-        got = run((x[some], scores[some], chosen[some], weights, dout[some]), Fp8FlowMoEConfig())[:3]
-        if not INTERPRETED:
-            assert all(torch.equal(a, b[some]) for a, b in zip(got, want, strict=True))
-            continue
-        # NumPy's products of the same numbers have been seen to differ in their last bit, one of some hundred thousand.
-        # The scores' gradients are sums of products, which may cancel.
-        for a, b, rounding in zip(got, want, (2**-7, 2**-7, 1e-5), strict=True):
-            assert (a != b[some]).sum() <= 2
-            torch.testing.assert_close(a, b[some], rtol=rounding, atol=0)
-
-
-BF16 = dict(tokens=210, dtype=torch.bfloat16, weight_dtype=torch.bfloat16, experts=4, top_k=1, routing="some nowhere")
 PADDED = dict(tokens=70, dim=192, hidden=80, top_k=2, biased=True, activation="clamped_swiglu", routing="random")
 LAYERS = {
     "routed_experts": dict(tokens=70, top_k=2, routing="random"),
@@ -161,3 +120,19 @@ def test_kernels_give_the_reference(request, seed, name):
         assert relative_error(got, want[name]) < 5e-3, name
         if layer.lies == "rows" or name in ("w1", "w2"):
             assert steps(got) == steps(tensors.leaves.get(name, got)), name
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="tests/test_any_layer.py compares rows on a GPU")
+def test_rows_do_not_depend_on_the_batch(on_kernels, seed):
+    """Other numbers of tokens and of rows for each expert, in another order."""
+    layer = PLAIN._replace(**ROUTED)
+    tensors = Tensors.of(layer, seed)
+    want = ours(layer, tensors)
+    for tokens in (1, 129):
+        some = torch.randperm(layer.tokens)[:tokens]
+        got = ours(layer, tensors.rows(some))
+        # NumPy's products of the same numbers have been seen to differ in their last bit, one of some hundred thousand.
+        # The scores' gradients are sums of products, which may cancel.
+        for name, rounding in dict(out=2**-7, x=2**-7, scores=1e-5).items():
+            assert (got[name] != want[name][some]).sum() <= 2
+            torch.testing.assert_close(got[name], want[name][some], rtol=rounding, atol=0)
