@@ -95,20 +95,11 @@ class Layer(NamedTuple):
         gated = ACTIVATIONS[activation].gated
         experts = pick.choice([1, 3, 6])
         top_k = pick.randint(1, min(3, experts)) if entry != "grouped_ffn" else 1
-        kinds = dict(routed_experts=["trained", "frozen", "fp8", "gathered"])
-        kinds["RoutedExperts"] = ["trained", "fp8", "kept", "kept forward"]
-        weights = pick.choice(kinds.get(entry, ["trained", "frozen", "kept"]))
-        dim, hidden = pick.choice([(256, 128), (144, 128), (128, 80), (128, 144), (272, 256)])
-        stored = pick.choice(["apart", "fused", "interleaved"]) if gated else "apart"
-        lies = pick.choice(["rows", "rows", "swapped", "wider"]) if weights != "gathered" else "rows"
-        if weights == "fp8" and (stored == "fused" or pick.random() < 0.5):
-            dim, hidden = 256, 128
-        whole = weights != "fp8" or dim == 256  # others have biases and adapters of padded sizes
-        if entry == "RoutedExperts" or weights == "gathered" or (weights == "fp8" and stored == "interleaved"):
-            stored = "fused" if entry == "RoutedExperts" and weights == "fp8" and gated and dim == 256 else "apart"
+        weights, dim, hidden, stored, lies = _draw_weights(pick, entry, gated)
         before, biased = pick.random() < 0.3, pick.random() < 0.3 and weights != "fp8"
         lora = ()
-        adaptable = whole and weights != "gathered" and ("kept" not in weights or entry == "grouped_ffn")
+        padded_fp8 = weights == "fp8" and dim != 256  # their biases and adapters would have padded sizes
+        adaptable = not padded_fp8 and weights != "gathered" and ("kept" not in weights or entry == "grouped_ffn")
         if pick.random() < 0.5 and adaptable:
             names = ["w1", "w2", "w3"] if gated and stored == "apart" else ["w1", "w2"]
             lora = tuple(sorted(pick.sample(names, pick.randint(1, len(names)))))
@@ -133,22 +124,33 @@ class Layer(NamedTuple):
         routing = pick.choice(["random", "random", "one expert", "some empty", "some nowhere"])
         tokens = pick.choice([0, 1, 20, 129, 300])
         dtypes = pick.choice([torch.float32, torch.bfloat16]), pick.choice([torch.float32, torch.bfloat16])
-        if entry == "feed_forward":  # shared experts alone
-            activation, experts, top_k, lora, biased, shared, travels = "swiglu", 1, 1, (), False, "plain", False
-            frozen = frozen & {"x", *SHARED} | {"scores", "w1", "w2", "w3"}
-            config = dataclasses.replace(config, dispatch="auto")
-        if entry in GEMMS:
-            activation, lora, biased, stored, shared, travels = "swiglu", (), False, "apart", "", False
-            dim, hidden, frozen = *pick.choice([(256, 128), (128, 384)]), frozen & {"x", "w1"} | {"scores"}
-            config = Fp8FlowMoEConfig(wgrad=config.wgrad if entry == "linear" else "balanced")
-            experts, top_k, routing = (1, 1, "random") if entry == "linear" else (experts, 1, routing)
-            dtypes = dtypes[0] if entry == "linear" else torch.bfloat16, dtypes[1]
-        if {"scores", "w1"} <= frozen and (not shared or "shared1" in frozen):
-            frozen -= {"x"}
-        return cls(
+        layer = cls(
             entry, tokens, dim, hidden, experts, top_k, routing, activation, before, biased, stored, lies, weights,
             lora, shared, tuple(sorted(frozen)), travels, *dtypes, config,
-        )  # fmt: skip
+        )._without_experts(pick)  # fmt: skip
+        # Something has a gradient.
+        if {"scores", "w1"} <= {*layer.frozen} and (not layer.shared or "shared1" in layer.frozen):
+            layer = layer._replace(frozen=tuple(name for name in layer.frozen if name != "x"))
+        return layer
+
+    def _without_experts(self, pick: random.Random) -> "Layer":
+        """What remains of it where shared experts, or a single GEMM, run alone."""
+        none: dict[str, Any] = dict(activation="swiglu", lora=(), biased=False, travels=False)
+        if self.entry == "feed_forward":
+            frozen = {*self.frozen} & {"x", *SHARED} | {"scores", "w1", "w2", "w3"}
+            config = dataclasses.replace(self.config, dispatch="auto")
+            none |= dict(experts=1, top_k=1, shared="plain", config=config)
+        elif self.entry in GEMMS:
+            dim, hidden = pick.choice([(256, 128), (128, 384)])
+            frozen = {*self.frozen} & {"x", "w1"} | {"scores"}
+            none |= dict(dim=dim, hidden=hidden, top_k=1, stored="apart", shared="", config=Fp8FlowMoEConfig())
+            if self.entry == "linear":
+                none |= dict(experts=1, routing="random", config=Fp8FlowMoEConfig(wgrad=self.config.wgrad))
+            else:
+                none |= dict(dtype=torch.bfloat16)
+        else:
+            return self
+        return self._replace(**none, frozen=tuple(sorted(frozen)))
 
     @property
     def spec(self) -> ExpertSpec:
@@ -168,6 +170,21 @@ class Layer(NamedTuple):
             ids = torch.where(ids < 0, self.experts, ids).sort(0).values
             ids[ids == self.experts] = -1
         return ids
+
+
+def _draw_weights(pick: random.Random, entry: str, gated: bool) -> tuple[str, int, int, str, str]:
+    """What the weights are, their dims, how they are stored and how they lie."""
+    kinds = dict(routed_experts=["trained", "frozen", "fp8", "gathered"])
+    kinds["RoutedExperts"] = ["trained", "fp8", "kept", "kept forward"]
+    weights = pick.choice(kinds.get(entry, ["trained", "frozen", "kept"]))
+    dim, hidden = pick.choice([(256, 128), (144, 128), (128, 80), (128, 144), (272, 256)])
+    stored = pick.choice(["apart", "fused", "interleaved"]) if gated else "apart"
+    lies = pick.choice(["rows", "rows", "swapped", "wider"]) if weights != "gathered" else "rows"
+    if weights == "fp8" and (stored == "fused" or pick.random() < 0.5):
+        dim, hidden = 256, 128
+    if entry == "RoutedExperts" or weights == "gathered" or (weights == "fp8" and stored == "interleaved"):
+        stored = "fused" if entry == "RoutedExperts" and weights == "fp8" and gated and dim == 256 else "apart"
+    return weights, dim, hidden, stored, lies
 
 
 PLAIN = Layer(

@@ -39,7 +39,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "shared": dict(shared="plain"),
     "shared frozen": dict(shared="plain", frozen=SHARED),
     "shared scored": dict(shared="scored"),
-    "shared kept": dict(shared="kept"),
+    "shared kept": KEPT | dict(shared="kept"),
     "frozen beside shared": FROZEN | dict(shared="plain"),
 }
 FFN = dict(entry="feed_forward", shared="plain", experts=1, top_k=1, frozen=("scores", "w1", "w2", "w3"))
