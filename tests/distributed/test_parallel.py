@@ -230,6 +230,7 @@ def test_experts_stored_in_fp8():
     group, alone = dist.group.WORLD, stored()
     model, (x, _) = stored(group), data(group)
     want = model(x)
+    assert relative_error(torch.cat(gather_list(want)), alone(data()[0])) < 5e-3  # ranks' sums are rounded to bf16
     for offloads in (False, True):
         if offloads:
             offload_experts(model, "cpu")
