@@ -71,9 +71,10 @@ def make(group=None, config=None, bias=False, lora=False) -> Model:
 
 
 def stored(group=None) -> nn.Module:
-    """The same model with its experts stored in FP8."""
+    """The same model with its experts stored in FP8, with other scales each."""
     model, (ranks, rank) = make(), (1, 0) if group is None else (group.size(), group.rank())
-    weights = [Fp8Weight.quantize(w) for w in model.experts.adaptable().values()]
+    factors = torch.exp2(torch.arange(EXPERTS) % 3).view(-1, 1, 1)
+    weights = [Fp8Weight.quantize(w * factors) for w in model.experts.adaptable().values()]
     own = [Fp8Weight(*(t.chunk(ranks)[rank] for t in w)) for w in weights]
     model.experts = RoutedExperts.from_fp8(*own, ep_group=group)
     return model
