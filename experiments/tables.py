@@ -621,7 +621,7 @@ HEADLINE = {  # a row of the first table and of the picture: the record's name a
 
 
 def headline_runs(records: Records) -> Iterator[tuple[str, Record, Record]]:
-    """Each row's title with its cards, and the records of speed and memory beside the strongest bf16, which is fused."""
+    """Each row's title with its cards, and the records of speed and memory beside the strongest fused bf16."""
     for title, (name, shape) in HEADLINE.items():
         found = {key: r for key, r in records.of(name, shape).items() if key.startswith("bf16_fused")}
         for reference in strongest(found, found):

@@ -312,6 +312,13 @@ def _replica(module, inputs):
     replica(*inputs)
 
 
+def _other_size(module, inputs):
+    """The buffers that the forward has read are dropped by the module, not by its backward."""
+    for name, values in _teacher(module).items():
+        module.get_parameter(name).data = values.repeat(2, *[1] * (values.dim() - 1))
+    module(*inputs)
+
+
 def _checkpointed(module, **options):
     return functools.partial(checkpoint, module, use_reentrant=False, **options)
 
@@ -323,7 +330,7 @@ def _checkpointed_by_op(module):
 BETWEEN = [
     (kind, lambda module: module, between)
     for kind in ("both", "forward", "linear")
-    for between in (_functional_call, _swap, _replace, _write, _replica)
+    for between in (_functional_call, _swap, _replace, _write, _replica, _other_size)
 ]
 BETWEEN += [("both", way, _functional_call) for way in (_checkpointed, _checkpointed_by_op, _compiled)]
 BETWEEN += [("both", _compiled, _compiled_call)]
