@@ -118,8 +118,5 @@ def begin() -> subprocess.Popen | None:
         return None
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TORCHELASTIC_RUN_ID", None)  # it is no rank
-    return subprocess.Popen(
-        [sys.executable, "-m", "titan_fp8moe.kernels.compile"],
-        stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment,
-        bufsize=0, pipesize=1 << 20,  # a message is never waited for while the process imports
-    )  # fmt: skip
+    command = [sys.executable, "-m", "titan_fp8moe.kernels.compile"]
+    return subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment)
