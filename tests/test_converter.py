@@ -53,8 +53,9 @@ def test_converted_layers_can_be_pickled():
 def test_other_layers_are_refused():
     config = make_config()
     for part, base, said in (
-        ("", MoE, "layers.1.moe is a Other with GroupedExperts"),
-        ("reorderer", TokenReorderer, "layers.1.moe has a Other"),  # a converted layer does not call it
+        ("", MoE, "layers.1.moe has Other, GroupedExperts, TokenReorderer"),
+        # a converted layer does not call it
+        ("reorderer", TokenReorderer, "layers.1.moe has MoE, GroupedExperts, Other"),
     ):
         model = make_model(config)
         model.layers["1"].moe.get_submodule(part).__class__ = type("Other", (base,), {})
@@ -211,7 +212,7 @@ def test_torchaos_quantize_gives_the_same_layers():
         results.append([out.detach(), *(p.grad for p in m.parameters())])
     assert_equal(*results[:2])
     assert not torch.equal(results[0][0], results[2][0])
-    with refused("the layer is a Fp8FlowMoE"):
+    with refused("the layer has Fp8FlowMoE, Fp8FlowGroupedExperts"):
         quantize_(converted, Fp8FlowMoEConfig(), filter_fn=is_moe)
 
 

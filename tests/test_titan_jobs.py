@@ -78,11 +78,11 @@ REFUSED: list[tuple] = [
     ("", 16, {}, GATHER, {}, "8 experts do not divide over 1 expert-parallel x 16 FSDP"),
     ("", 8, EP2, GATHER, {}, None),
     ("", 1, {}, {}, {"dim": 200}, "layers.1.moe: model dim 200"),
-    ("", 1, {}, {}, {"hidden_dim": 200}, "layers.1.moe: expert hidden dim 200"),
+    ("", 1, {}, {}, {"hidden_dim": 200}, "layers.1.moe: hidden dim 200 over 1"),
     # 1408 = 88 * 16, which 16 ranks cannot share
     ("", 16, degrees(tensor=16), {}, {"hidden_dim": 1408},
-     "88 per rank, not a multiple of 16; lower parallelism.tensor_parallel_degree"),
-    ("0.2", 32, SHARD2_TP16_EP2 | {ETP: 16}, {}, {"hidden_dim": 1408}, f"{ETP} = 1"),
+     "16 tensor-parallel ranks is no multiple of 16; leave the layer in bf16 with fp8_flow_moe.filter_fqns, or lower"),
+    ("0.2", 32, SHARD2_TP16_EP2 | {ETP: 16}, {}, {"hidden_dim": 1408}, f"or lower {ETP}"),
     ("0.2", 32, SHARD2_TP16_EP2 | {ETP: 1}, {}, {"hidden_dim": 1408}, None),
     ("", 1, {}, {"filter_fqns": ["layers.1.", "layers.7."]}, {}, "filter_fqns has 'layers.7.'"),
     ("", 1, {}, {"linear_fqns": ["w2"]}, {}, "linear_fqns has 'w2', which matches none"),
@@ -141,7 +141,7 @@ PLANS: list[tuple] = [
     ("", 1, {}, {"filter_fqns": ["layers.1.", "layers.2.moe.shared_experts"], **WO}, "fp8_flow_moe.filter_fqns",
      ("layers.1.moe", "layers.1.moe.shared_experts", "layers.2.moe.shared_experts")),
     ("0.2", 1, FLOAT8_LINEARS, {}, "quantize.linear", ("shared_experts", "feed_forward")),
-    ("0.2", 128, degrees(tensor=32, expert=4), {}, "hidden dim 256 / 32 none of 16", ("shared_experts",)),
+    ("0.2", 128, degrees(tensor=32, expert=4), {}, "256 over 32 tensor-parallel ranks", ("shared_experts",)),
 ]  # fmt: skip
 
 

@@ -13,12 +13,12 @@ from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenReorderer
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan.modules import down_projection
+from titan_fp8moe.torchtitan.modules import EXPERTS
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.preflight import ExpertLayout
 
-# The classes of a MoE layer and its experts that conversion replaces. Subclasses may compute something else.
-_KNOWN = (MoE, GroupedExperts), (GptOssMoE, GptOssGroupedExperts)
+# The classes of a MoE layer's parts that conversion replaces. Subclasses may compute something else.
+_KNOWN = (MoE, GroupedExperts, TokenReorderer), (GptOssMoE, GptOssGroupedExperts, TokenReorderer)
 
 
 def check_job(job: JobConfig) -> None:
@@ -68,17 +68,13 @@ def why_all_to_all(job: JobConfig) -> str | None:
 
 def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The classes and dims of one MoE layer."""
-    if (type(layer), type(layer.experts)) not in _KNOWN:
-        known = " and ".join(f"{moe.__name__} with {experts.__name__}" for moe, experts in _KNOWN)
+    parts = type(layer), type(layer.experts), type(layer.reorderer)
+    if parts not in _KNOWN:
+        known, found = (", ".join(part.__name__ for part in kind) for kind in (_KNOWN[0], parts))
         raise ValueError(
-            f"fp8_flow_moe converts torchtitan's {known}, but {name} is a {type(layer).__name__} with "
-            f"{type(layer.experts).__name__}; leave it in bf16 with fp8_flow_moe.filter_fqns, or remove the converter "
-            "that changed it"
+            f"fp8_flow_moe converts torchtitan's {known}, or gpt_oss's, but {name} has {found}; leave it in bf16 with "
+            "fp8_flow_moe.filter_fqns, or remove the converter that changed it"
         )
-    if type(layer.reorderer) is not TokenReorderer:
-        raise ValueError(
-            f"fp8_flow_moe sorts routed pairs itself, but {name} has a {type(layer.reorderer).__name__}, which it "
-            "would not call; leave the layer in bf16 with fp8_flow_moe.filter_fqns"
-        )
-    num_experts, dim, hidden_dim = down_projection(layer.experts).shape
+    w2 = EXPERTS[type(layer.experts)].matrix_names[1]
+    num_experts, dim, hidden_dim = getattr(layer.experts, w2).shape
     preflight.check_layer(name, num_experts, dim, hidden_dim, config, layout)

@@ -4,7 +4,7 @@ Parameters, buffers, submodules and state-dict keys stay torchtitan's: a module 
 that checkpoints, the Hugging Face adapter, pipeline splitting and initialization work as before.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,19 +96,23 @@ class Fp8FlowGptOssExperts(Fp8FlowExperts, GptOssGroupedExperts):  # pyrefly: ig
         return Biases(b1, b2)
 
 
-EXPERTS: dict[type[nn.Module], type[nn.Module]] = {
+EXPERTS: dict[type[nn.Module], type[Fp8FlowExperts]] = {
     GroupedExperts: Fp8FlowGroupedExperts,
     GptOssGroupedExperts: Fp8FlowGptOssExperts,
 }
 """The converted class of each class of experts of torchtitan."""
 
 
-class Fp8FlowFeedForward(Fp8FFN):
-    """torchtitan's FeedForward in FP8. The subclasses also inherit from one of torchtitan's classes each."""
+FEED_FORWARDS = FeedForward, Llama3FeedForward, Llama4FeedForward, Qwen3FeedForward
+"""torchtitan's FFN classes. They compute and initialize the same and have the same parameters."""
+
+
+class Fp8FlowFeedForward(Fp8FFN, FeedForward):
+    """torchtitan's FeedForward in FP8, of any model."""
 
     @staticmethod
     def convert(ffn: Any, config: Fp8FlowMoEConfig) -> None:
-        ffn.__class__ = FEED_FORWARDS[type(ffn)]
+        ffn.__class__ = Fp8FlowFeedForward
         ffn.config = config
         add_cache(ffn)
 
@@ -121,31 +125,6 @@ class Fp8FlowFeedForward(Fp8FFN):
         x = x.to_local(grad_placements=(Partial(),)) if isinstance(x, DTensor) else _sum_gradients(x, mesh)
         out = DTensor.from_local(self.run(x), mesh, (Partial(),), run_check=False)
         return out.redistribute(placements=(Shard(1),)).to_local()
-
-
-class Fp8FlowMoEFeedForward(Fp8FlowFeedForward, FeedForward):
-    """deepseek_v3's, and the shared experts of every model."""
-
-
-class Fp8FlowLlama3FeedForward(Fp8FlowFeedForward, Llama3FeedForward):
-    """llama3's."""
-
-
-class Fp8FlowLlama4FeedForward(Fp8FlowFeedForward, Llama4FeedForward):
-    """llama4's."""
-
-
-class Fp8FlowQwen3FeedForward(Fp8FlowFeedForward, Qwen3FeedForward):
-    """qwen3's."""
-
-
-FEED_FORWARDS: dict[type[nn.Module], type[nn.Module]] = {
-    FeedForward: Fp8FlowMoEFeedForward,
-    Llama3FeedForward: Fp8FlowLlama3FeedForward,
-    Llama4FeedForward: Fp8FlowLlama4FeedForward,
-    Qwen3FeedForward: Fp8FlowQwen3FeedForward,
-}
-"""The converted class of each FFN class of torchtitan."""
 
 
 class Fp8FlowMoE(MoE):
@@ -202,12 +181,6 @@ class Fp8FlowMoE(MoE):
         if self.fp8_shared or self.shared_experts is None:
             return out_TD
         return out_TD + self.shared_experts(x_TD)
-
-
-def down_projection(experts: nn.Module) -> nn.Parameter:
-    """(E, D, H), of torchtitan's experts, converted or not."""
-    name = "mlp2_weight" if isinstance(experts, GptOssGroupedExperts) else "w2"
-    return cast(nn.Parameter, getattr(experts, name))
 
 
 def why_not_fp8(ffn: nn.Module, hidden_dim_shards: int) -> str | None:

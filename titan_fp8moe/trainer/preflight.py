@@ -82,7 +82,10 @@ def check_layer(
     name: str, num_experts: int, dim: int, hidden_dim: int, config: Fp8FlowMoEConfig, layout: ExpertLayout
 ) -> None:
     """The sizes of one MoE layer, those of all ranks, on ranks of this layout."""
-    _check_dims(name, dim, hidden_dim, layout)
+    if (reason := why_not_fp8_dims(dim, hidden_dim, layout.hidden_dim_shards)) is not None:
+        setting = "tensor_parallel_degree" if layout.expert_shards == 1 else "expert_tensor_parallel_degree"
+        lower = f", or lower parallelism.{setting}" if layout.hidden_dim_shards > 1 else ""
+        raise ValueError(f"{name}: {reason}; leave the layer in bf16 with fp8_flow_moe.filter_fqns{lower}")
     if num_experts % layout.expert_shards:
         raise ValueError(
             f"{name}: {num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
@@ -97,30 +100,14 @@ def check_layer(
         )
 
 
-def _check_dims(layer: str, dim: int, hidden_dim: int, layout: ExpertLayout) -> None:
-    """Both dims are padded, the hidden dim on every rank."""
-    for name, size in (("model", dim), ("expert hidden", hidden_dim)):
-        if size % STEP:
-            raise ValueError(
-                f"{layer}: {name} dim {size} is not a multiple of {STEP}; choose one, or leave the layer in bf16 with "
-                "fp8_flow_moe.filter_fqns"
-            )
-    if hidden_dim % (STEP * layout.hidden_dim_shards):
-        remedy = "lower parallelism.tensor_parallel_degree, or raise expert_parallel_degree"
-        if layout.expert_shards > 1:
-            remedy = "set parallelism.expert_tensor_parallel_degree = 1"
-        raise ValueError(
-            f"{layer}: expert hidden dim {hidden_dim} over {layout.hidden_dim_shards} tensor-parallel ranks is "
-            f"{hidden_dim / layout.hidden_dim_shards:g} per rank, not a multiple of {STEP}; {remedy}"
-        )
-
-
 def why_not_fp8_dims(dim: int, hidden_dim: int, hidden_dim_shards: int) -> str | None:
-    """The reason why an FFN of these dims stays as it is on ranks that share its hidden dim, or None."""
-    if dim % STEP == 0 and hidden_dim % (STEP * hidden_dim_shards) == 0:
-        return None
-    per_rank = f"hidden dim {hidden_dim} / {hidden_dim_shards} none of {STEP}"
-    return f"model dim {dim} is no multiple of {STEP}, or {per_rank}"
+    """The reason why an FFN, or experts, of these dims cannot run in FP8 on ranks that share the hidden dim, or None.
+    Both dims are padded, the hidden dim on every rank."""
+    if dim % STEP:
+        return f"model dim {dim} is no multiple of {STEP}"
+    if hidden_dim % (STEP * hidden_dim_shards):
+        return f"hidden dim {hidden_dim} over {hidden_dim_shards} tensor-parallel ranks is no multiple of {STEP}"
+    return None
 
 
 def check_linear(name: str, out_features: int, in_features: int, shards: int) -> None:
@@ -171,16 +158,17 @@ def _check_pipeline_schedule(parallelism: Any) -> None:
     schedule = str(getattr(parallelism, setting))
     if schedule.lower() in [name.lower() for name in _WHOLE_BACKWARD]:
         return
-    splits, others = f"parallelism.{setting} = {schedule!r} may split the backward", ", ".join(_WHOLE_BACKWARD)
-    # Only torchtitan 0.2.2 has this setting.
-    overlaps = getattr(parallelism, "pipeline_parallel_expert_parallel_overlap", None)
-    if overlaps is None:
-        raise ValueError(f"{splits}, and torchtitan 0.3 then trains no last norm, in bf16 too; use one of {others}")
-    if schedule.lower() == "dualpipev" and overlaps:
-        raise ValueError(
-            f"{splits} and overlap it with a forward, in hooks that converted layers do not call; set "
-            f"parallelism.pipeline_parallel_expert_parallel_overlap = false, or use one of {others}"
-        )
+    overlap = "pipeline_parallel_expert_parallel_overlap"  # only torchtitan 0.2.2 has this setting
+    if not hasattr(parallelism, overlap):
+        fault = "torchtitan 0.3 then trains no last norm, in bf16 too; "
+    elif schedule.lower() == "dualpipev" and getattr(parallelism, overlap):
+        fault = f"overlaps it in hooks that converted layers do not call; set parallelism.{overlap} = false, or "
+    else:
+        return
+    raise ValueError(
+        f"parallelism.{setting} = {schedule!r} may split the backward, and {fault}use one of "
+        f"{', '.join(_WHOLE_BACKWARD)}"
+    )
 
 
 _elsewhere = False
