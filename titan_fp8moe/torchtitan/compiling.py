@@ -88,8 +88,7 @@ def _forward(before: Callable, block: Any, x: Tensor, *args: Any, **kwargs: Any)
     return x + run(*inputs).view(x.shape)
 
 
-def _compile_before_ffn(block: Any, backend: str) -> None:
-    compiled = functools.partial(torch.compile, backend=backend, fullgraph=True)
+def _compile_before_ffn(block: Any, compiled: Callable) -> None:
     # An attribute, no wrapper: the block's names stay, and FSDP's hooks run outside the graph. A partial is copied with
     # the block, a closure would call the original.
     block.forward = functools.partial(_forward, compiled(_before_ffn), block)
@@ -105,10 +104,9 @@ def _takes_turns(block: Any) -> bool:
     return experts.ep_mesh is not None and experts.config.dispatch == "auto" and why_eager(block, False) is None
 
 
-def _take_turns(layer: Any, block: Any, backend: str) -> None:
+def _take_turns(layer: Any, block: Any, compiled: Callable) -> None:
     """Lets a block that :func:`_compile_before_ffn` has compiled, or its checkpoint wrapper, also run as one graph. All
     blocks share it: a graph that looked at ``block.forward``, which each has of its own, would be compiled for each."""
-    compiled = functools.partial(torch.compile, backend=backend, fullgraph=True)
     if layer is block:
         whole = functools.partial(compiled(type(block).forward), block)
     else:
@@ -127,6 +125,7 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(apply_compile)
     def wrapper(model: Any, compile_config: Compile, *args: Any, **kwargs: Any) -> None:
         compat.raise_recompile_limit()
+        compiled = functools.partial(torch.compile, backend=compile_config.backend, fullgraph=True)
         layers, ways = nn.ModuleDict(), {}
         for name, layer in model.layers.named_children():
             block = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer
@@ -136,14 +135,13 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
                 layers[name] = layer  # torchtitan compiles parts of MoE blocks in place; dense ones stay eager
             elif (reason := why_eager(block)) is not None:
                 way = f"{kind} blocks {{}} compile as one graph up to the FFN: {reason}"
-                _compile_before_ffn(block, compile_config.backend)
+                _compile_before_ffn(block, compiled)
                 if _takes_turns(block):
                     way += "; and as one graph each, once that is over symmetric memory"
-                    _take_turns(layer, block, compile_config.backend)
+                    _take_turns(layer, block, compiled)
             else:
                 way = f"{kind} blocks {{}} compile as one graph each"
-                layer = torch.compile(layer, backend=compile_config.backend, fullgraph=True)
-                model.layers.register_module(name, layer)
+                model.layers.register_module(name, compiled(layer))
             ways.setdefault(way, []).append(name)
         apply_compile(SimpleNamespace(layers=layers), compile_config, *args, **kwargs)
         for way, names in ways.items():

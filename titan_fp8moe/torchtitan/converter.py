@@ -90,9 +90,8 @@ class Fp8FlowMoEConverter(ModelConverter):
                 Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
         if fp8 and preflight.trains_here():
             warm_up.begin()
-            by_name = {part.name: cast(Any, part.module) for part in fp8 if part.kind != SHARED}
-            in_order = [name for name, _ in model.named_modules() if name in by_name]
-            metrics.watch({name: getattr(by_name[name], "experts", by_name[name]) for name in in_order})
+            watched = {part.name for part in fp8 if part.kind != SHARED}
+            metrics.watch({name: getattr(m, "experts", m) for name, m in model.named_modules() if name in watched})
 
     def _check_linear(self, name: str, linear: nn.Linear) -> None:
         if self.converts_linears:
@@ -114,9 +113,8 @@ class Fp8FlowMoEConverter(ModelConverter):
 def _candidates(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """MoE layers, FFNs and linears."""
     modules = dict(model.named_modules())
-    layers = {name: module for name, module in modules.items() if isinstance(module, MoE)}
-    ffns = {f"{name}.{SHARED}": m.shared_experts for name, m in layers.items() if m.shared_experts is not None}
-    ffns |= {name: module for name, module in modules.items() if name.split(".")[-1] == DENSE}
+    layers = {name: m for name, m in modules.items() if isinstance(m, MoE)}
+    ffns = {name: m for name, m in modules.items() if name.split(".")[-1] in (SHARED, DENSE)}
     return layers, ffns, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
 
 

@@ -113,7 +113,7 @@ def _build(config: JobConfig, rank: int, world_size: int) -> Built:
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
     lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
-    return dry_run.report(built, ends=("tok_embeddings", "norm", "output"), experts="moe.experts", lines=lines)
+    return dry_run.report(built, experts="moe.experts", lines=lines)
 
 
 def memory_job(config: JobConfig, dims: ParallelDims) -> memory.Job:

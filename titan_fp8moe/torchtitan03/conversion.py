@@ -42,7 +42,7 @@ class Fp8FlowClaim(tt.MoE):
     @dataclass(kw_only=True, slots=True)
     class Config(tt.MoE.Config):
         settings: Fp8FlowMoEConfig
-        restored: Callable[[Any], tt.MoE.Config]  # from this config the layer's own, with what has changed since
+        restored: Callable[[Any], tt.MoE.Config]  # from this config the layer's own; torchtitan would walk into a class
 
     def __init__(self, config: Config) -> NoReturn:
         raise RuntimeError(
@@ -60,9 +60,8 @@ def claim(layer: tt.MoE.Config, settings: Fp8FlowMoEConfig) -> tt.MoE.Config:
     """
     if not isinstance(layer, Fp8FlowClaim.Config):
         patches.wrap(tt.Trainer.Config, "_validate_cuda_graphs", _after_overrides, checked_on="torchtitan 0.3.0")
-        return tt.derive(
-            layer, Fp8FlowClaim.Config, settings=settings, restored=partial(tt.derive, target_cls=type(layer))
-        )
+        restored = partial(tt.derive, target_cls=type(layer))
+        return tt.derive(layer, Fp8FlowClaim.Config, settings=settings, restored=restored)
     if layer.settings != settings:
         raise ValueError(
             f"the model was converted with {layer.settings}, but fp8_flow_moe is {settings}; configure one of the two"
@@ -115,9 +114,10 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
             place.replace(place.config.restored(place.config))
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     dims = tt.ParallelDims.from_config(job.parallelism, world_size)
+    ffns = places(model, tt.FeedForward.Config)
     plan = make_plan(
         layers,
-        _ffns(model, layers),
+        {name: place for name, place in ffns.items() if name.split(".")[-1] in (SHARED, DENSE)},
         places(model, tt.Linear.Config),
         settings,
         check_layer=lambda name, place: job_checks.check_classes(name, place.config),
@@ -163,15 +163,6 @@ def _check(
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
     return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way
-
-
-def _ffns(model: Any, layers: dict[str, Place]) -> dict[str, Place]:
-    ffns = {}
-    for name, place in layers.items():
-        if place.config.shared_experts is not None:
-            ffns[f"{name}.{SHARED}"] = Place(place.config.shared_experts, place.config, SHARED)
-    dense = places(model, tt.FeedForward.Config)
-    return ffns | {name: place for name, place in dense.items() if name.split(".")[-1] == DENSE}
 
 
 def _check_linear(name: str, linear: Any, tp: int) -> None:

@@ -10,7 +10,6 @@ peak of memory that it prints is an estimate (:mod:`titan_fp8moe.trainer.memory`
 ``--module`` is this package's unless given.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -38,16 +37,6 @@ def _to_empty(self: nn.Module, **_: Any) -> None:
     raise _Allocates(self)
 
 
-@contextlib.contextmanager
-def _nothing_outside() -> Iterator[None]:
-    """Neither memory of a model nor a logger, which would start a run of W&B."""
-    with (
-        patch.object(nn.Module, "to_empty", _to_empty),
-        patch.object(tt.MetricsProcessor, "_build_metric_logger", lambda *_, **__: tt.BaseLogger()),
-    ):
-        yield
-
-
 def build(config: tt.Trainer.Config, rank: int, world_size: int) -> tuple[tt.Trainer, list[nn.Module]]:
     """One rank's trainer, as far as it gets without memory, and its model parts on the meta device.
 
@@ -57,7 +46,12 @@ def build(config: tt.Trainer.Config, rank: int, world_size: int) -> tuple[tt.Tra
     config.comm.mode, config.debug.save_config_file = "fake_backend", None
     owner: Any = type(config)._owner
     trainer = owner.__new__(owner)
-    with _nothing_outside(), patch.dict(os.environ, ranks):
+    with (
+        patch.object(nn.Module, "to_empty", _to_empty),
+        # else it would start a run of W&B
+        patch.object(tt.MetricsProcessor, "_build_metric_logger", lambda *_, **__: tt.BaseLogger()),
+        patch.dict(os.environ, ranks),
+    ):
         try:
             trainer.__init__(config)
         except _Allocates as reached:
@@ -76,10 +70,10 @@ def _build(config: Any, rank: int, world_size: int) -> Built:
 
 def report(built: Built) -> str:
     """The layout and what the rank holds, in a few lines."""
-    ends, lines = ("tok_embeddings", "norm", "lm_head", "mtp_layers"), []
+    lines = []
     if not any(getattr(part, "mtp_layers", None) for part in built.parts):  # multi-token prediction is not estimated
         lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
-    return dry_run.report(built, ends=ends, experts="moe.routed_experts.inner_experts", lines=lines)
+    return dry_run.report(built, experts="moe.routed_experts.inner_experts", lines=lines)
 
 
 def memory_job(config: Any, dims: tt.ParallelDims) -> memory.Job:

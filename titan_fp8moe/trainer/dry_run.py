@@ -97,11 +97,10 @@ def from_command_line(
         sys.exit(f"error: {error}")
 
 
-def report(built: Built, *, ends: Sequence[str], experts: str, lines: Sequence[str] = ()) -> str:
+def report(built: Built, *, experts: str, lines: Sequence[str]) -> str:
     """The layout and what the rank holds, in a few lines.
 
     Args:
-        ends: names of the modules before and behind the layers.
         experts: name of a block's routed experts.
         lines: what else is known of the rank.
     """
@@ -123,9 +122,9 @@ def report(built: Built, *, ends: Sequence[str], experts: str, lines: Sequence[s
         *lines,
     ]
     for part in parts:
-        there = [name for name in ends if getattr(part, name, None) is not None]
+        ends = [name for name, _ in part.named_children() if name != "layers"]
         held = ", ".join(cast(nn.ModuleDict, part.layers))
-        found.append(f"          layers {held}{' with ' if there else ''}{', '.join(there)}")
+        found.append(f"          layers {held}{' with ' if ends else ''}{', '.join(ends)}")
     blocks = [(name, block) for part in cast(Any, parts) for name, block in part.layers.items()]
     for name, block in [(name, block) for name, block in blocks if getattr(block, "moe_enabled", False)][:1]:
         module = attrgetter(experts)(block)

@@ -40,7 +40,6 @@ from titan_fp8moe.trainer.dry_run import Built, MetaMoE
 from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, fsdp_shards
 
 T = TypeVar("T", "Part", "Weights")
-_ENDS = ROOMS[0], ROOMS[-1]
 BF16, FP32 = torch.bfloat16.itemsize, torch.float32.itemsize
 
 LOGITS = {True: 2 * BF16, False: 3 * FP32}
@@ -186,15 +185,14 @@ def report(job: Job, built: Built, why_all_to_all: str | None) -> list[str]:
     memory = f"memory    activations {found.activations / 2**30:.1f} GiB, peak about {found.peak / 2**30:.1f} GiB "
     lines.append(f"{memory}{found.where}, if routing is balanced")
     if changes:
-        settings = [experts.config for experts in routed]
-        peaks = []
-        for room in _ENDS:
-            for experts, config in zip(routed, settings, strict=True):
+        config, peaks, ends = routed[0].config, [], (ROOMS[0], ROOMS[-1])
+        for room in ends:
+            for experts in routed:
                 experts.config = replace(config, dispatch="symmetric", dispatch_capacity=room)
             peaks.append(f"{cast(Estimate, estimate(job, built.parts)).peak / 2**30:.1f}")
-        for experts, config in zip(routed, settings, strict=True):
+        for experts in routed:
             experts.config = config
-        rooms = "room for {} to {} times the rows of balanced routing".format(*_ENDS)
+        rooms = "room for {} to {} times the rows of balanced routing".format(*ends)
         lines.append(f"          over symmetric memory about {' to '.join(peaks)} GiB: it has {rooms}")
     return lines
 
