@@ -21,7 +21,6 @@ from tests.layer import DEVICE
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan import compiling
-from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import plain_name
 
 TOKENS = 64
@@ -167,7 +166,7 @@ def test_reasons():
     block = make_model().layers["1"]
     experts = block.moe.experts
     experts.set_meshes(SimpleNamespace(), None)
-    experts.config, experts.placement = Fp8FlowMoEConfig(dispatch="symmetric"), Placement(in_fsdp=True)
+    experts.config, experts.in_fsdp = Fp8FlowMoEConfig(dispatch="symmetric"), True
     assert compiling.why_eager(block) == "FSDP's hooks on the experts" and compiling.why_submodules(block) is None
     block.__class__ = type("OwnBlock", (type(block),), {})
     assert "in a OwnBlock that is not torchtitan's" in compiling.why_submodules(block)

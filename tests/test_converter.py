@@ -34,6 +34,7 @@ from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.experts import Fp8FFN
 
+OFFLOAD = ["--training.enable_cpu_offload"]
 FILTER, GATHER = "--fp8_flow_moe.filter_fqns=layers.1.", "--fp8_flow_moe.fp8_all_gather"
 
 
@@ -82,10 +83,10 @@ SHARDED: list[tuple] = [
     (["--fault_tolerance.enable"], 1, (1,), {}, (True, True, True, False)),
     ([FILTER], 1, (1,), {}, (True, True, True, False)),
     (["--training.dtype=bfloat16"], 1, (1,), {}, (True, True, True, False)),
-    ([], 1, (1,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, (False, True, True, False)),
+    (OFFLOAD, 1, (1,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, (True, True, True, False)),
     ([GATHER], 1, (1,), {}, (False, False, True, False)),
     ([GATHER], 1, (2,), {}, (True, True, True, True)),
-    ([GATHER], 1, (2, 1), {}, (False, True, True, False)),  # over replicas alone FSDP gathers nothing
+    ([GATHER], 1, (2, 1), {}, (True, True, True, False)),  # over replicas alone FSDP gathers nothing
     ([GATHER], 1, (1, 2), {}, (True, True, True, True)),
     ([], 1, (2,), {}, (True, True, True, False)),
     ([GATHER], 2, (2, 2), {}, (True, True, True, True)),  # which expert parallelism has sharded along the same dim
@@ -105,6 +106,8 @@ def _sharded() -> list[tuple[bool, ...]]:
         mesh = DeviceMesh("cpu", torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=names)
         config = make_config(*flags)
         dims = make_dims(dp_shard=ep * sizes[-1] if names[0] != "efsdp" else 4, ep=ep)
+        replicas = sizes[0] if names[0] == "dp_replicate" else 1
+        dims = dataclasses.replace(dims, dp_replicate=replicas, world_size=replicas * dims.world_size)
         experts = convert(config, make_model(config), dims).layers["2"].to("meta").moe.experts
         if config.training.dtype == "bfloat16":
             experts.bfloat16()
@@ -117,7 +120,7 @@ def _sharded() -> list[tuple[bool, ...]]:
         experts.to_empty(device="cpu")
         in_fp8 = experts.gathers_fp8
         assert hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather") == in_fp8
-        found.append((experts.placement.in_fsdp, managed, hooked, in_fp8))
+        found.append((experts.in_fsdp, managed, hooked, in_fp8))
     return found
 
 

@@ -129,7 +129,7 @@ def test_layout_of_the_experts(ranks: int, settings: dict, layout: tuple[int, ..
 ])  # fmt: skip
 def test_experts_leave_fsdp_where_it_has_no_work(ranks: int, settings: dict, inside: bool):
     model = jobs.start(jobs.make_job(settings), ranks)
-    assert {m.placement.in_fsdp for m in model.modules() if isinstance(m, TitanExperts)} == {inside}
+    assert {m.in_fsdp for m in model.modules() if isinstance(m, TitanExperts)} == {inside}
     assert RELEASE < "0.3" or ("experts outside of FSDP" in plan.announced[0]) != inside
 
 

@@ -26,7 +26,6 @@ from titan_fp8moe import patches
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
 from titan_fp8moe.trainer import preflight
-from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.versions import warn_about_versions
 
 warn_about_versions("torchao")
@@ -170,4 +169,4 @@ def _convert_torchtitan(layer: Any, config: Fp8FlowMoEConfig) -> None:
     converter.prepare_torchtitan()
     shared = layer.shared_experts
     fp8_shared = shared is not None and modules.why_not_fp8(shared, 1) is None
-    modules.Fp8FlowMoE.convert(layer, config, fp8_shared, Placement(in_fsdp=True, keep_fsdp=True))
+    modules.Fp8FlowMoE.convert(layer, config, fp8_shared, in_fsdp=True)

@@ -25,7 +25,6 @@ from torchtitan.models.qwen3 import config_registry as qwen3
 from experiments.throughput.train import wait_for_turn
 from titan_fp8moe.torchtitan03 import parallel
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
-from titan_fp8moe.trainer.experts import Placement
 
 MODELS: dict[str, Callable[[], Any]] = {"16b": deepseek_v3.deepseek_v3_16b, "qwen3_30b": qwen3.qwen3_30b_a3b}
 
@@ -33,7 +32,7 @@ MODELS: dict[str, Callable[[], Any]] = {"16b": deepseek_v3.deepseek_v3_16b, "qwe
 def _outside_fsdp(config: Any) -> Any:
     """Lets torchtitan's experts leave FSDP after it has sharded them."""
     parallel.install()
-    GroupedExperts.placement = Placement(in_fsdp=False)
+    GroupedExperts.in_fsdp = False
     return config
 
 

@@ -33,14 +33,14 @@ from tests.torchtitan03.jobs import CONFIG, DOORS, FLAG, build, convert, make_jo
 from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan03 import conversion, modules, parallel
+from titan_fp8moe.torchtitan03 import conversion, modules
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.cpu import _grouped_mm
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
-from titan_fp8moe.trainer import plan
+from titan_fp8moe.trainer import plan, preflight
 
 EP2, TP2, PP2 = ({f"parallelism.{kind}_parallel_degree": 2} for kind in ("expert", "tensor", "pipeline"))
 ALL = "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears"
@@ -144,7 +144,7 @@ def test_whatever_cannot_attach_says_so(caplog):
     job.model_spec.model.update_from_config(config=SimpleNamespace(parallelism=ParallelismConfig()))  # a generator's
     moe = build(job).layers["2"].moe
     assert isinstance(moe, modules.Fp8FlowMoE)
-    assert moe.routed_experts.inner_experts.placement.in_fsdp  # FSDP may have work
+    assert moe.routed_experts.inner_experts.in_fsdp  # FSDP may have work
     assert "SimpleNamespace is not a Trainer.Config: off are the checks of the job" in caplog.text
 
 
@@ -309,7 +309,8 @@ def test_torchft_needs_fsdp():
     job = make_job()
     for ft in (False, True):
         asked = SimpleNamespace(training=job.training, fault_tolerance=SimpleNamespace(enable=ft))
-        assert parallel.fsdp_has_work(asked) == ft
+        layout = preflight.ExpertLayout(2, 1, 1, 64)
+        assert preflight.fsdp_has_work(asked, layout, SimpleNamespace(dp_replicate=1)) == ft
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------

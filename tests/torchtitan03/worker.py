@@ -41,10 +41,11 @@ from tests.distributed import runner
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan03 import names, parallel
+from titan_fp8moe.torchtitan03 import names
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
+from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.cpu import compute_dtype
 from titan_fp8moe.trainer.plan import plain_name
 
@@ -208,10 +209,10 @@ def run(name: str, out: Path) -> dict:
     _clear_python_sharding_prop_cache()
     _clear_fast_path_sharding_prop_cache()
     case = CASES[name]
-    has_work = (lambda _: True) if case.in_fsdp else parallel.fsdp_has_work
+    has_work = (lambda *_: True) if case.in_fsdp else preflight.fsdp_has_work
     calm = patch.object(auto, "CALM_STEPS", 2 if case.steps == 6 else 20)
     budget = torch._functorch.config.patch(activation_memory_budget=1.0)  # torchtitan changes it for the process
-    with calm, budget, patch.object(parallel, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
+    with calm, budget, patch.object(preflight, "fsdp_has_work", has_work), tempfile.TemporaryDirectory() as dump:
         trainer = make_config(case, out, dump).build()
         parameters = runner.load(trainer.model_parts, out / f"seed_{case.model}.pt")
         logged: dict[str, list[int]] = {}

@@ -197,13 +197,12 @@ def _check_blocks(config: JobConfig, dims: ParallelDims, matrices: dict[str, Ten
 def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> str:
     """The values that a model quantizes: ``bf16`` or ``fp32`` parameters, or ``fp32-routed``, which is fp32 for
     the routed experts and bf16 for everything else."""
-    training, layout = config.training, expert_layout(config, dims)
+    training = config.training
     if training.dtype == "bfloat16":
         return "bf16"
     if training.mixed_precision_param == "float32" or not (dims.fsdp_enabled or dims.ep_enabled):
         return "fp32"  # without FSDP autocast applies, which the experts' parameters do not see
     experts = [module for module in model.modules() if isinstance(module, Fp8FlowExperts)]
-    # FSDP leaves experts alone that it would shard over one rank, see parallel.fully_shard.
-    alone = dims.ep_enabled and layout.fsdp_shards * dims.dp_replicate == 1 and not training.enable_cpu_offload
-    in_fp8 = layout.fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)
-    return "fp32-routed" if in_fp8 or (alone and not any(m.placement.keep_fsdp for m in experts)) else "bf16"
+    alone = dims.ep_enabled and not any(module.in_fsdp for module in experts)
+    in_fp8 = expert_layout(config, dims).fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)
+    return "fp32-routed" if in_fp8 or alone else "bf16"

@@ -46,7 +46,7 @@ def why_eager(block: Any, syncs_host: bool | None = None) -> str | None:
     experts = block.moe.experts
     if experts.ep_mesh is not None and (experts.config.backend.syncs_host if syncs_host is None else syncs_host):
         return "expert parallelism reads split sizes on the host"
-    if experts.ep_mesh is not None and experts.placement.in_fsdp:
+    if experts.ep_mesh is not None and experts.in_fsdp:
         return "FSDP's hooks on the experts"
     if experts.config.fp8_all_gather:
         return "fp8_flow_moe.fp8_all_gather"

@@ -25,7 +25,6 @@ from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, 
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
-from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, announce, make_plan
 
 NAME = "fp8_flow_moe"
@@ -53,10 +52,8 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.layout = job_checks.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.why_all_to_all = job_checks.why_all_to_all(job_config)
-        self.fault_tolerance = job_config.fault_tolerance.enable
         self.tensor_shards = parallel_dims.tp
-        fsdp_ranks, training = self.layout.fsdp_shards * parallel_dims.dp_replicate, job_config.training
-        self.fsdp_has_work = fsdp_ranks > 1 or training.enable_cpu_offload or training.dtype != "float32"
+        self.fsdp_has_work = preflight.fsdp_has_work(job_config, self.layout, parallel_dims)
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         preflight.check_dispatch(self.config, self.layout)
         preflight.warn_of_settings_without_effect(self.config, self.layout)
@@ -77,13 +74,11 @@ class Fp8FlowMoEConverter(ModelConverter):
             metrics.look_after_each_step()
             patches.log()
         converted = {part.name for part in fp8}
-        # FSDP keeps the experts even on one rank in two cases. Clipping needs all gradients on one mesh, and bf16
-        # experts are on FSDP's. TorchFT averages over replicas what FSDP reduces.
-        keep_fsdp = self.fault_tolerance or any(part.kind == MOE and part.reason for part in plan)
-        placement = Placement(keep_fsdp or self.fsdp_has_work, keep_fsdp)
+        # Clipping needs all gradients on one mesh, and bf16 experts are on FSDP's.
+        in_fsdp = self.fsdp_has_work or any(part.kind == MOE and part.reason for part in plan)
         for part in fp8:
             if part.kind == MOE:
-                Fp8FlowMoE.convert(part.module, self.config, f"{part.name}.{SHARED}" in converted, placement)
+                Fp8FlowMoE.convert(part.module, self.config, f"{part.name}.{SHARED}" in converted, in_fsdp)
             elif part.kind == DENSE:
                 Fp8FlowFeedForward.convert(part.module, self.config)
             elif part.kind == LINEAR:

@@ -23,10 +23,8 @@ from titan_fp8moe.layer.weights import Biases
 from titan_fp8moe.nn.modules import KeepDtype, add_cache
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.trainer.experts import Fp8FFN, Placement, TitanExperts, gpt_oss_expert, part_of_bias
+from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, gpt_oss_expert, part_of_bias
 from titan_fp8moe.trainer.preflight import why_not_fp8_dims
-
-_WITHOUT_FSDP = Placement(in_fsdp=False)
 
 
 class Fp8FlowExperts(TitanExperts):
@@ -43,9 +41,9 @@ class Fp8FlowExperts(TitanExperts):
     nan_flags: Tensor | None = None
 
     @staticmethod
-    def convert(experts: Any, config: Fp8FlowMoEConfig, placement: Placement, score_before_experts: bool) -> None:
+    def convert(experts: Any, config: Fp8FlowMoEConfig, in_fsdp: bool, score_before_experts: bool) -> None:
         experts.__class__ = EXPERTS[type(experts)]
-        experts.config, experts.placement, experts.fp8_all_gather = config, placement, config.fp8_all_gather
+        experts.config, experts.in_fsdp, experts.fp8_all_gather = config, in_fsdp, config.fp8_all_gather
         experts.expert = ExpertSpec(score_before_experts=score_before_experts)
         if isinstance(experts, Fp8FlowGptOssExperts):
             experts.expert = gpt_oss_expert(experts.swiglu_limit, score_before_experts)
@@ -139,14 +137,12 @@ class Fp8FlowMoE(MoE):
     experts: Fp8FlowExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
 
     @staticmethod
-    def convert(
-        moe: Any, config: Fp8FlowMoEConfig, fp8_shared: bool = False, placement: Placement = _WITHOUT_FSDP
-    ) -> None:
+    def convert(moe: Any, config: Fp8FlowMoEConfig, fp8_shared: bool = False, in_fsdp: bool = False) -> None:
         moe.__class__ = Fp8FlowMoE
         moe.fp8_shared = fp8_shared
         if fp8_shared:
             Fp8FlowFeedForward.convert(moe.shared_experts, config)
-        Fp8FlowExperts.convert(moe.experts, config, placement, moe.score_before_experts)
+        Fp8FlowExperts.convert(moe.experts, config, in_fsdp, moe.score_before_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""

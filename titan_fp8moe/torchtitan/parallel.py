@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,27 +61,14 @@ def _recording_mesh(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]
     return wrapper
 
 
-def fully_shard(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **kwargs: Any) -> Any:
-    """FSDP's ``fully_shard``, for converted experts. It leaves alone parameters that it would shard over one rank.
-
-    One rank is what remains where expert parallelism takes all ranks that FSDP has. There is nothing to gather or
-    reduce then, but FSDP would cast the parameters to bf16 and copy them twice a step, and copy the gradients twice.
-    Quantization reads fp32 as well, and the weight gradients come in the parameters' dtype. Parameters in bf16 stay
-    with FSDP, which adds up the gradients of microbatches in fp32; and so do those of which something else than FSDP's
-    arithmetic is expected (``placement.keep_fsdp``).
-    """
-    left_alone = (
-        isinstance(module, Fp8FlowExperts)
-        and mesh.size() == 1
-        and not module.placement.keep_fsdp
-        and module.matrices().w1.dtype == torch.float32
-        and "offload_policy" not in kwargs
-    )
-    if left_alone:
-        kwargs["ignored_params"] = set(cast(nn.Module, module).parameters())
-    sharded = fsdp.fully_shard(module, mesh=mesh, **kwargs)
-    if left_alone and (auto.is_enabled() or not cast(Fp8FlowExperts, module).config.backend.syncs_host):
-        remove_fsdp_hooks(cast(nn.Module, module))  # they have nothing to do, and would break a compiled block
+def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
+    """FSDP's ``fully_shard``. It leaves converted experts alone for which it has no work, as where expert parallelism
+    takes all ranks that FSDP has."""
+    if not isinstance(module, Fp8FlowExperts) or module.in_fsdp:
+        return fsdp.fully_shard(module, **kwargs)
+    sharded = fsdp.fully_shard(module, ignored_params=set(module.parameters()), **kwargs)
+    if auto.is_enabled() or not module.config.backend.syncs_host:
+        remove_fsdp_hooks(module)  # they have nothing to do, and would break a compiled block
     return sharded
 
 

@@ -27,7 +27,6 @@ from titan_fp8moe.torchtitan03.lora import derive_adapted, owner_of
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
-from titan_fp8moe.trainer.experts import Placement
 from titan_fp8moe.trainer.plan import DENSE, LINEAR, MOE, SHARED, Part, announce, make_plan
 
 _FFNS = {
@@ -124,12 +123,12 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
         why_not_ffn=lambda place: _why_not_fp8(place.config, dims.tp),
         check_linear=lambda name, place: _check_linear(name, place.config, dims.tp),
     )
-    fp8, placement = {part.name: part for part in plan if part.reason is None}, Placement(in_fsdp=True)
+    fp8, in_fsdp = {part.name: part for part in plan if part.reason is None}, True
     way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
     if isinstance(job, tt.Trainer.Config):
         layers_in_fp8 = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
-        placement, way = _check(job, settings, dims, layers_in_fp8)
-    announce(plan, settings, tt.logger, way, "" if placement.in_fsdp or not fp8 else "experts outside of FSDP")
+        in_fsdp, way = _check(job, settings, dims, layers_in_fp8)
+    announce(plan, settings, tt.logger, way, "" if in_fsdp or not fp8 else "experts outside of FSDP")
     if not fp8:
         return
     if preflight.trains_here():
@@ -141,7 +140,7 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
         if part.kind == MOE:
             # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
             joins = f"{name}.{SHARED}" in fp8 and (dims.tp == 1 or dims.ep == 1)
-            part.module.replace(_layer_in_fp8(part.module.config, settings, placement, joins))
+            part.module.replace(_layer_in_fp8(part.module.config, settings, in_fsdp, joins))
     compat.fix_shape_inference()
     parallel.install()
     keep_host_ahead(tt.Trainer)
@@ -150,11 +149,8 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     _attach(job, settings, fp8)
 
 
-def _check(
-    job: Any, settings: Fp8FlowMoEConfig, dims: tt.ParallelDims, layers: dict[str, Any]
-) -> tuple[Placement, str]:
-    """Checks the job; says how tokens travel. The experts leave FSDP where it would gather and reduce them over one
-    rank, for nothing."""
+def _check(job: Any, settings: Fp8FlowMoEConfig, dims: tt.ParallelDims, layers: dict[str, Any]) -> tuple[bool, str]:
+    """Checks the job; says whether the experts stay in FSDP, and how tokens travel."""
     layout = job_checks.expert_layout(job, dims)
     way = auto_dispatch.prepare(settings, layout, job_checks.why_all_to_all(job))
     job_checks.check_job(job, settings)
@@ -162,7 +158,7 @@ def _check(
     preflight.warn_of_settings_without_effect(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
-    return Placement(layout.fsdp_shards * dims.dp_replicate > 1 or parallel.fsdp_has_work(job)), way
+    return preflight.fsdp_has_work(job, layout, dims), way
 
 
 def _check_linear(name: str, linear: Any, tp: int) -> None:
@@ -190,7 +186,7 @@ def _in_fp8(part: Part, settings: Fp8FlowMoEConfig) -> Any:
     return derive_adapted(old, kind, fp8_flow=settings)
 
 
-def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, fp8_shared: bool) -> Any:
+def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, in_fsdp: bool, fp8_shared: bool) -> Any:
     routed = layer.routed_experts
     is_gpt_oss = routed.inner_experts._owner is tt.GptOssGroupedExperts
     kind = modules.Fp8FlowGptOssExperts.Config if is_gpt_oss else modules.Fp8FlowGroupedExperts.Config
@@ -200,7 +196,7 @@ def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, placement: Placement, 
         inner_experts=derive_adapted(routed.inner_experts, kind),
         token_dispatcher=modules.Fp8FlowDispatcher.Config(),
         fp8_flow=settings,
-        placement=placement,
+        in_fsdp=in_fsdp,
     )
     return tt.derive(layer, modules.Fp8FlowMoE.Config, routed_experts=routed, fp8_shared=fp8_shared)
 

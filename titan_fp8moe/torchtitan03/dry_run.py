@@ -118,7 +118,7 @@ def _moe(module: Any) -> MetaMoE | None:
         return type(routed).forward(routed, x_BLD, scores_BLK, ids_BLK, counts_E, shared=shared)
 
     experts = routed.inner_experts
-    return MetaMoE(routed, experts, shared, cast(Any, module.router).top_k, experts.placement.in_fsdp, forward)
+    return MetaMoE(routed, experts, shared, cast(Any, module.router).top_k, experts.in_fsdp, forward)
 
 
 def _load(module: str | None, options: list[str]) -> Any:

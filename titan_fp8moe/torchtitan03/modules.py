@@ -22,7 +22,7 @@ from titan_fp8moe.nn.modules import Fp8FlowLinear, add_cache
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import AdaptedExperts, make_factors
-from titan_fp8moe.trainer.experts import Fp8FFN, Placement, TitanExperts, gpt_oss_expert, part_of_bias
+from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, gpt_oss_expert, part_of_bias
 
 
 class Fp8FlowGroupedExperts(TitanExperts, AdaptedExperts):
@@ -101,7 +101,7 @@ class Fp8FlowRoutedExperts(tt.RoutedExperts):
     @dataclass(kw_only=True, slots=True)
     class Config(tt.RoutedExperts.Config):
         fp8_flow: Fp8FlowMoEConfig = field(default_factory=Fp8FlowMoEConfig)
-        placement: Placement = field(default=Placement(in_fsdp=True))
+        in_fsdp: bool = True
 
     nan_flags: Tensor | None = None
 
@@ -109,7 +109,7 @@ class Fp8FlowRoutedExperts(tt.RoutedExperts):
         super().__init__(config)
         _check_parts(self, inner_experts=TitanExperts, token_dispatcher=Fp8FlowDispatcher)
         self.config, experts = config.fp8_flow, cast(TitanExperts, self.inner_experts)
-        experts.fp8_all_gather, experts.placement = config.fp8_flow.fp8_all_gather, config.placement
+        experts.fp8_all_gather, experts.in_fsdp = config.fp8_flow.fp8_all_gather, config.in_fsdp
         add_cache(self)
 
     def forward(

@@ -1,10 +1,9 @@
 """Four of torchtitan's steps, changed for converted layers: which parameters FSDP manages, which of them train, what
 selective checkpointing keeps, how blocks compile.
 
-FSDP over one rank has nothing to gather or reduce. But it would cast the experts' parameters to bf16 and copy them
-twice a step, and copy the gradients twice. Quantization reads fp32 as well, and weight gradients come in the
-parameters' dtype. Therefore such experts leave FSDP after it has sharded them. Their parameters stay the DTensors that
-FSDP made, so that clipping, optimizers and checkpoints see the same types as ever.
+Experts for which FSDP has no work (:func:`titan_fp8moe.trainer.preflight.fsdp_has_work`) leave it after it has sharded
+them. Their parameters stay the DTensors that FSDP made, so that clipping, optimizers and checkpoints see the same types
+as ever.
 
 torchtitan 0.3.0 lets frozen parameters train: with ``spmd_backend = "spmd_types"``, its default, it replaces each by a
 parameter that requires a gradient. So LoRA would train its base.
@@ -21,33 +20,16 @@ from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.compiling import compile_before_experts, has_memory_budget
 from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import leave_fsdp
-from titan_fp8moe.trainer.experts import Placement
-
-
-def fsdp_has_work(job: Any) -> bool:
-    """Whether FSDP serves the experts even over one rank. It adds up gradients of bf16 parameters in fp32 and moves
-    offloaded ones. TorchFT averages over replicas what FSDP reduces."""
-    fault_tolerance = getattr(job, "fault_tolerance", None)
-    return (
-        job.training.enable_cpu_offload
-        or job.training.dtype != "float32"
-        or (fault_tolerance is not None and fault_tolerance.enable)
-    )
 
 
 def fully_shard(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
-    """FSDP's ``fully_shard``; experts whose placement is outside of it leave it again."""
+    """FSDP's ``fully_shard``; experts leave it again that are not ``in_fsdp``, in an experiment also torchtitan's."""
     sharded = torch_fully_shard(module, **kwargs)
     for part in module if isinstance(module, list) else [module]:
         if getattr(part, "moe_enabled", False):
-            leave_fsdp(part, [p for m in part.modules() if _is_outside(m) for p in m.parameters()])
+            outside = [m for m in part.modules() if not getattr(m, "in_fsdp", True)]
+            leave_fsdp(part, [param for m in outside for param in m.parameters()])
     return sharded
-
-
-def _is_outside(module: nn.Module) -> bool:
-    """Also of torchtitan's own experts, to which an experiment gives a placement."""
-    placement = getattr(module, "placement", None)
-    return isinstance(placement, Placement) and not placement.in_fsdp
 
 
 def install() -> None:

@@ -1,6 +1,5 @@
 """Mixins that both torchtitan adapters share: of routed experts and of FFNs, by torchtitan's names of parameters."""
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -22,31 +21,19 @@ from titan_fp8moe.spec import ExpertSpec
 _NOT_FSDP = {"ep", "tp", "etp", "pp", "dp_replicate"}
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The part of FSDP in a layer's routed experts, as the job decides when it is converted.
-
-    Attributes:
-        in_fsdp: it manages them, or has hooks on them at least.
-        keep_fsdp: it manages them even over one rank, where it gathers and reduces nothing.
-    """
-
-    in_fsdp: bool
-    keep_fsdp: bool = False
-
-
 class TitanExperts(Fp8AllGather):
     """Mixin that holds the parameters of routed experts.
 
     Attributes:
         matrix_names: of the parameters that are w1, w2 and, unless w1 has both, w3.
         expert: the activation, and how the weights are stored.
+        in_fsdp: whether FSDP manages them. See :func:`titan_fp8moe.trainer.preflight.fsdp_has_work`.
         fp8_all_gather: whether FSDP gathers the weights in FP8, if it gathers them.
     """
 
     matrix_names: ClassVar[tuple[str, ...]]
     expert: ExpertSpec = ExpertSpec()
-    placement: Placement
+    in_fsdp: bool
     fp8_all_gather: bool = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> "TitanExperts":

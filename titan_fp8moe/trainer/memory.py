@@ -237,7 +237,7 @@ def weights_of(*modules: nn.Module) -> Weights:
     for module in [m for root in modules for m in cast(Any, root).modules()]:
         if isinstance(config := getattr(module, "config", None), Fp8FlowMoEConfig):
             fp8 |= dict.fromkeys(module.parameters(), config)
-        if isinstance(module, TitanExperts) and not module.placement.in_fsdp:
+        if isinstance(module, TitanExperts) and not module.in_fsdp:
             outside |= {*cast(Any, module).parameters()}
     params = [param for root in modules for param in root.parameters()]
     return _sum([Weights(), *(_weight(p, fp8.get(p), None if p in outside else fsdp_shards(p)) for p in params)])

@@ -65,6 +65,23 @@ def expert_layout(job: Any, dims: Any, *, expert_tensor_parallel: int = 1, token
     return ExpertLayout(dims.ep, expert_tensor_parallel, ranks // shards, tokens)
 
 
+def fsdp_has_work(job: Any, layout: ExpertLayout, dims: Any) -> bool:
+    """Whether FSDP has anything to do for the routed experts. Else they leave it.
+
+    Over one rank there is nothing to gather or reduce. But FSDP would cast the experts' parameters to bf16 and copy
+    them twice a step, and copy the gradients twice. Quantization reads fp32 as well, and weight gradients come in the
+    parameters' dtype. Even over one rank FSDP adds up gradients of bf16 parameters in fp32 and moves offloaded ones,
+    and TorchFT averages over replicas what FSDP reduces.
+    """
+    training, fault_tolerance = job.training, getattr(job, "fault_tolerance", None)
+    return (
+        layout.fsdp_shards * dims.dp_replicate > 1
+        or training.enable_cpu_offload
+        or training.dtype != "float32"
+        or (fault_tolerance is not None and fault_tolerance.enable)
+    )
+
+
 # --- One layer --------------------------------------------------------------------------------------------------------
 
 
