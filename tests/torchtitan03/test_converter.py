@@ -15,7 +15,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides, derive, override
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
@@ -187,12 +187,16 @@ def test_an_override_of_experts_is_an_error(name: str):
 @pytest.mark.parametrize(("name", "part"), [
     ("routed_experts", "routed_experts of a Fp8Flow"), ("experts", "inner_experts of a Fp8Flow"),
     ("ffn", "shared_experts of a Fp8Flow"), ("linear", "w[12] of a Fp8Flow"),
-    ("moe", "layers.3.moe after"),  # whose owner is torchtitan's: the first step finds it
+    (None, "layers.0.feed_forward after"),  # whose owner is torchtitan's: the first step finds it
 ])  # fmt: skip
-def test_an_override_after_the_conversion_is_an_error(name: str, part: str):
+def test_an_override_after_the_conversion_is_an_error(name: str | None, part: str):
     """It would take the layer out of FP8, or not be called: a second trainer of one config, or a program's own call."""
     job = convert(make_job(door="converter"))
-    apply_overrides(overridden(job, name).override, job)
+    layers = job.model_spec.model.layers
+    if name is None:
+        layers[0].feed_forward = derive(layers[0].feed_forward, FeedForward.Config)
+    else:
+        apply_overrides(overridden(job, name).override, job)
     with pytest.raises(ValueError, match=rf"\w+ has replaced {part}.*fp8_flow_moe had"):
         Fp8FlowMetrics._watch(SimpleNamespace(config=job.metrics, model_parts=[build(job)]))
 
@@ -234,12 +238,6 @@ def test_two_settings_are_refused():
         convert(make_job({"override.imports": [FLAG]}))
 
 
-def own_policy(job: Any) -> None:
-    policy = vendors(SelectiveAC)
-    policy.get_save_ops = lambda _: {torch.ops.aten.mm.default}
-    job.activation_checkpoint = policy.Config()
-
-
 def deep_ep(job: Any) -> None:
     for moe in moes(job):
         routed = moe.routed_experts
@@ -251,7 +249,6 @@ def dense(job: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (own_policy, "Vendors recomputes the experts"),
     (deep_ep, "layers.1.moe has a DeepEPTokenDispatcher; leave it in bf16"),
     (dense, "the model has no MoE layer; choose"),
 ])  # fmt: skip

@@ -18,9 +18,7 @@ from torchtitan.models.llama3.infra import parallelize as _llama3  # noqa: F401 
 from torchtitan.models.moe import kernels as _kernels  # noqa: F401
 
 from titan_fp8moe import patches
-from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu, dense_attention, rebind, replace_flex_attention, use_cpu
-
-_CHECKED_ON = "torchtitan 0.2.2"
+from titan_fp8moe.trainer.cpu import dense_attention, rebind, replace_flex_attention, use_cpu
 
 
 def enable_cpu_training() -> None:
@@ -34,9 +32,7 @@ def enable_cpu_training() -> None:
     patches.wrap(torch, "histc", _histc_with_integers, checked_on="torch 2.11.0, 2.13.0")
     # Expert parallelism orders tokens with a Triton kernel. torchtitan has a CPU version of it but never selects it.
     rebind("generate_permute_indices", lambda original: functools.partial(original, use_cpu=True))
-    replace_flex_attention(attention.FlexAttentionWrapper, _dense_attention)
-    # Compiling it takes longer than training.
-    patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
+    replace_flex_attention(attention, attention.FlexAttentionWrapper, _dense_attention)
     # Offloaded parameters would be in pinned memory, which needs an accelerator.
     rebind("CPUOffloadPolicy", lambda original: functools.partial(original, pin_memory=False))
 

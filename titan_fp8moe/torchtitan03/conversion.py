@@ -202,26 +202,23 @@ def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, in_fsdp: bool, fp8_sha
 
 
 def _attach(job: Any, settings: Fp8FlowMoEConfig, fp8: dict[str, Part]) -> None:
-    """Gives the job a metrics processor that knows this package, and checks that its checkpointing does."""
+    """Gives the job a metrics processor that knows this package."""
     if not isinstance(job, tt.Trainer.Config):
         tt.logger.warning(
             f"FP8-Flow-MoE: {type(job).__qualname__} is not a Trainer.Config: off are the checks of the job, the NaN "
             "watch and statistics"
         )
         return
-    job_checks.check_policy(job.activation_checkpoint)
     if type(job.metrics) not in (tt.MetricsProcessor.Config, Fp8FlowMetrics.Config):
         tt.logger.warning(
             f"FP8-Flow-MoE: the NaN watch and statistics are off: {type(job.metrics).__qualname__} is not "
             "torchtitan's MetricsProcessor.Config"
         )
         return
-    routed = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
-    joined = {f"{name}.{SHARED}" for name, layer in routed.items() if layer.fp8_shared}
+    joined = {f"{name}.{SHARED}" for name, part in fp8.items() if getattr(part.module.config, "fp8_shared", False)}
     job.metrics = tt.derive(
         job.metrics,
         Fp8FlowMetrics.Config,
         watched=[name for name in fp8 if name not in joined],
-        routed=[*routed],
         statistics_every=settings.statistics_every,
     )

@@ -9,13 +9,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 
 from titan_fp8moe import patches
 from titan_fp8moe.torchtitan03 import names as tt
-from titan_fp8moe.trainer.cpu import (
-    create_block_mask_on_cpu,
-    dense_attention,
-    has_fast_bf16,
-    replace_flex_attention,
-    use_cpu,
-)
+from titan_fp8moe.trainer.cpu import dense_attention, has_fast_bf16, replace_flex_attention, use_cpu
 
 _CHECKED_ON = "torchtitan 0.3.0"
 
@@ -27,9 +21,7 @@ def enable_cpu_training() -> None:
         RuntimeError: the machine has an NVIDIA GPU that PyTorch does not find, and nobody has hidden it.
     """
     use_cpu()
-    replace_flex_attention(tt.attention.FlexAttention, _dense_attention)
-    # Compiling it takes longer than training.
-    patches.put(tt.attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
+    replace_flex_attention(tt.attention, tt.attention.FlexAttention, _dense_attention)
     if not has_fast_bf16():
         patches.put(tt.moe.GroupedExperts, "_grouped_mm", _grouped_mm, checked_on=_CHECKED_ON)
     patches.wrap(tt.GptOssGroupedExperts, "forward", _in_dtype, checked_on=_CHECKED_ON)

@@ -6,7 +6,6 @@ All of them run before anything is converted or allocated. Each raises ValueErro
 
 from typing import Any
 
-from titan_fp8moe import SAVED_OPS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import AdaptedExperts
@@ -33,15 +32,6 @@ def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
             "use 'spmd_types' or 'partial_dtensor'"
         )
     _check_host_work(job, config)
-
-
-def check_policy(policy: Any) -> None:
-    """Selective checkpointing keeps the results of this package's ops, as SelectiveAC does since a conversion."""
-    if isinstance(policy, tt.SelectiveAC.Config) and not policy.build().get_save_ops().issuperset(SAVED_OPS):
-        raise ValueError(
-            f"{policy._owner.__qualname__} recomputes the experts, since its get_save_ops does not call SelectiveAC's; "
-            "let it call that, or return titan_fp8moe.SAVED_OPS too"
-        )
 
 
 def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
@@ -91,10 +81,9 @@ def check_classes(name: str, layer: Any) -> None:
 def check_layer(name: str, layer: tt.MoE.Config, config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
     """The dims of one MoE layer, on ranks of this layout."""
     experts = layer.routed_experts.inner_experts
-    sizes = experts.num_experts, experts.dim, experts.hidden_dim
     if getattr(experts, "lora_rank", 0) and layout.hidden_dim_shards > 1:
         raise ValueError(
             f"{name} has adapters of routed experts, whose hidden dim tensor parallelism would split; set "
             "parallelism.expert_parallel_degree > 1, or leave inner_experts out of LoRAConverter's target_modules"
         )
-    preflight.check_layer(name, *sizes, config, layout)
+    preflight.check_layer(name, experts.num_experts, experts.dim, experts.hidden_dim, config, layout)

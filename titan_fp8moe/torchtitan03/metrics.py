@@ -10,7 +10,6 @@ from typing import Any
 
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.torchtitan03 import names as tt
-from titan_fp8moe.torchtitan03.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import uncompiled
 from titan_fp8moe.trainer.nan_watch import NanWatch, log_statistics
 from titan_fp8moe.trainer.plan import natural, plain_name
@@ -27,9 +26,6 @@ class Fp8FlowMetrics(tt.MetricsProcessor):
     class Config(tt.MetricsProcessor.Config):
         watched: list[str] = field(default_factory=list)
         """Names of the converted modules, on all ranks."""
-
-        routed: list[str] = field(default_factory=list)
-        """Those of MoE layers, whose routed experts have the flags, also of shared experts that join them."""
 
         statistics_every: int = 0
 
@@ -53,14 +49,13 @@ class Fp8FlowMetrics(tt.MetricsProcessor):
         return self.logs_step
 
     def _watch(self) -> NanWatch:
-        """Gives flags to the modules that this rank holds, in the order of the forward as far as names tell."""
+        """Gives flags to the modules that this rank holds, in the order of the forward as far as names tell. A MoE
+        layer's routed experts have the flags, also of shared experts that join them."""
         modules = {plain_name(name): module for part in self.model_parts for name, module in part.named_modules()}
         names = sorted(self.config.watched, key=natural)
-        flagged = {name: f"{name}.routed_experts" if name in self.config.routed else name for name in names}
-        here = {name: modules[flagged[name]] for name in names if flagged[name] in modules}
-        layers = [(name, modules[name]) for name in self.config.routed if name in modules]
-        for name, module in (*layers, *here.items()):
-            if not isinstance(module, Fp8FlowMoE) and not hasattr(type(module), "nan_flags"):
+        here = {name: getattr(modules[name], "routed_experts", modules[name]) for name in names if name in modules}
+        for name, module in here.items():
+            if not hasattr(type(module), "nan_flags"):
                 raise ValueError(
                     f"{type(module).__qualname__} has replaced {name} after fp8_flow_moe had converted the model; "
                     "apply that override before"

@@ -12,7 +12,7 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,8 @@ from titan_fp8moe import patches
 
 logger = logging.getLogger(__name__)
 
-# Not compiled, which takes longer than training. A CUDA build of PyTorch makes masks for GPUs where there is none.
+_CHECKED_ON = "torchtitan 0.2.2, 0.3.0"
+# A CUDA build of PyTorch makes masks for GPUs where there is none.
 create_block_mask_on_cpu = functools.partial(create_block_mask, device="cpu")
 
 
@@ -87,14 +88,15 @@ def rebind(name: str, wrapper: Callable[[Any], Any]) -> None:
     """Wrap ``name`` in every loaded torchtitan module that has it. Modules loaded later import the replacement."""
     loaded = [module for path, module in sys.modules.items() if path.split(".")[0] == "torchtitan"]
     for module in [module for module in loaded if name in vars(module)]:
-        patches.wrap(module, name, wrapper, checked_on="torchtitan 0.2.2, 0.3.0")
+        patches.wrap(module, name, wrapper, checked_on=_CHECKED_ON)
 
 
-def replace_flex_attention(flex: type, attend: Callable[..., Any]) -> None:
-    """Lets torchtitan's module ``flex`` call ``attend``. Where ``debug.deterministic`` is set, ``set_determinism``
-    compiles flex attention anew; what it leaves is replaced again."""
-    kept = staticmethod(attend)
-    put = functools.partial(patches.put, flex, "_compiled_flex_attn", kept, checked_on="torchtitan 0.2.2, 0.3.0")
+def replace_flex_attention(attention: ModuleType, flex: type, attend: Callable[..., Any]) -> None:
+    """Lets torchtitan's class ``flex`` call ``attend``, and its file ``attention`` make masks without compiling, which
+    takes longer than training. Where ``debug.deterministic`` is set, ``set_determinism`` compiles flex attention anew;
+    what it leaves is replaced again."""
+    patches.put(attention, "_compiled_create_block_mask", create_block_mask_on_cpu, checked_on=_CHECKED_ON)
+    put = functools.partial(patches.put, flex, "_compiled_flex_attn", staticmethod(attend), checked_on=_CHECKED_ON)
 
     def keeping(set_determinism: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(set_determinism)

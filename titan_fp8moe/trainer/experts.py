@@ -96,16 +96,15 @@ class Fp8FFN(nn.Module):
 
     def shared(self, scores: Tensor | None = None) -> Shared:
         """As the shared experts of a layer, for :func:`titan_fp8moe.layer.run.run_layer`."""
-        frozen = self.frozen
-        return Shared(self.matrices(), cache_of(self, frozen), frozen, scores)
+        return Shared(self.matrices(), cache_of(self, self.frozen), self.frozen, scores)
 
     def fp8_matrices(self) -> list[str]:
         return ["w1.weight", "w2.weight", "w3.weight"]
 
     def run(self, x: Tensor) -> Tensor:
         """This rank's part of the FFN, (..., D) -> (..., D)."""
-        frozen = self.frozen
-        return feed_forward(x, self.matrices(), self.config, cache_of(self, frozen), self.nan_flags, frozen)
+        cache = cache_of(self, self.frozen)
+        return feed_forward(x, self.matrices(), self.config, cache, self.nan_flags, self.frozen)
 
     def extra_repr(self) -> str:
         return self.config.describe()
