@@ -20,7 +20,7 @@ def layers_of(*arguments: str) -> list[Layer]:
 
     sys.argv = ["dry_run", str(ROOT / "train_configs/debug.toml"), *JOB, *arguments]
     built = dry_run.from_command_line(None)
-    return [*measure.layers(built.parts, built.layout.tokens, dry_run._moe)]
+    return [*measure.layers(built)]
 
 
 def names(*arguments: str) -> list[str]:

@@ -19,6 +19,7 @@ from triton import knobs
 
 from titan_fp8moe.kernels.compile import compile_all
 from titan_fp8moe.kernels.warm_up import use_inductors_ptxas
+from titan_fp8moe.trainer.dry_run import layers
 from titan_fp8moe.versions import installed
 
 
@@ -26,8 +27,8 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a dry run of torchtitan 0.3 would begin to use the GPU
     use_inductors_ptxas()
     release = "torchtitan" if (installed("torchtitan") or "").startswith("0.2.") else "torchtitan03"
-    dry_run = importlib.import_module(f"titan_fp8moe.{release}.dry_run")
-    if failed := compile_all(dry_run.layers(dry_run.from_command_line(__doc__))):
+    adapter = importlib.import_module(f"titan_fp8moe.{release}.dry_run")
+    if failed := compile_all(layers(adapter.from_command_line(__doc__))):
         sys.exit(f"error: {failed} kernels failed; the job compiles what is missing")
     print(f"The job's kernels for Hopper GPUs are in {knobs.cache.dir}")
 

@@ -13,7 +13,7 @@ Arguments after the config are torchtitan's own overrides.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,13 +107,13 @@ def _build(config: JobConfig, rank: int, world_size: int) -> Built:
     model += f"converters {', '.join(config.model.converters) or 'none'}"
     if NAME not in config.model.converters:
         model += f"; {NAME} is not among them, so this package converts nothing"
-    return Built(config, rank, dims, expert_layout(config, dims), model, parts)
-
-
-def report(built: Built) -> str:
-    """The layout and what the rank holds, in a few lines."""
-    lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
-    return dry_run.report(built, experts="moe.experts", lines=lines)
+    layout, training = expert_layout(config, dims), config.training
+    fsdp_casts, compute_dtype = dims.fsdp_enabled or dims.ep_enabled, TORCH_DTYPE_MAP[training.mixed_precision_param]
+    # Under autocast the residual stream and its norms stay in the parameters' dtype.
+    dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
+    autocast = not (fsdp_casts or dims.tp_enabled or dims.pp_enabled)
+    tokens = Tokens(layout.tokens, dtype, compute_dtype, autocast)
+    return Built(config, rank, dims, layout, model, parts, tokens, _moe)
 
 
 def memory_job(config: JobConfig, dims: ParallelDims) -> memory.Job:
@@ -150,16 +150,6 @@ def _hides_ops(block: Any) -> bool:
     if not block.moe_enabled and not isinstance(block.feed_forward, Fp8FlowFeedForward):
         return False
     return why_submodules(block) is not None or why_eager(block) is not None
-
-
-def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
-    """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each."""
-    dims, training = built.dims, built.config.training
-    fsdp_casts, compute_dtype = dims.fsdp_enabled or dims.ep_enabled, TORCH_DTYPE_MAP[training.mixed_precision_param]
-    # Under autocast the residual stream and its norms stay in the parameters' dtype.
-    dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
-    autocast = not (fsdp_casts or dims.tp_enabled or dims.pp_enabled)
-    return dry_run.layers(built.parts, Tokens(built.layout.tokens, dtype, compute_dtype, autocast), _moe)
 
 
 def _moe(module: Any) -> MetaMoE | None:
@@ -213,9 +203,10 @@ def lacking(config: JobConfig) -> Iterator[str]:
 
 def main() -> None:
     built = from_command_line(__doc__)
-    print(report(built), flush=True)
+    lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
+    print(dry_run.report(built, experts="moe.experts", lines=lines), flush=True)
     if built.measured:
-        measure.show(built.parts, built.layout.tokens, _moe)
+        measure.show(built)
     if lacks := [*lacking(built.config)]:
         sys.exit(f"error: training would fail here: {'; '.join(lacks)}. tools/build_corpus.py makes both")
 

@@ -24,7 +24,8 @@ def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
     if not settings.enable or not folder.is_dir():
         return
     found = {int(match[1]): path for path in folder.iterdir() if (match := re.fullmatch(r"step-(\d+)", path.name))}
-    known = [step for step, path in found.items() if _is_known(path)]
+    marks = ".metadata", "model.safetensors.index.json"  # by which torchtitan knows a checkpoint
+    known = [step for step, path in found.items() if any((path / mark).is_file() for mark in marks)]
     step = max(known, default=-1) if settings.load_step == -1 else settings.load_step
     if found and not known and settings.load_step == -1:
         raise ValueError(
@@ -33,11 +34,6 @@ def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
         )
     if step in known:
         _check_checkpoint(found[step], job, dims, before=max((n for n in known if n < step), default=None))
-
-
-def _is_known(path: Path) -> bool:
-    """Whether torchtitan takes the folder for a checkpoint."""
-    return any((path / name).is_file() for name in (".metadata", "model.safetensors.index.json"))
 
 
 def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims, before: int | None) -> None:

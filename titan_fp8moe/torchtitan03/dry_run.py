@@ -12,7 +12,6 @@ peak of memory that it prints is an estimate (:mod:`titan_fp8moe.trainer.memory`
 
 import functools
 import os
-from collections.abc import Callable, Iterator
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -65,15 +64,9 @@ def _build(config: Any, rank: int, world_size: int) -> Built:
     spec, kinds = config.model_spec, (Fp8FlowMoE.Config, Fp8FlowFeedForward.Config, Fp8FlowLinear03.Config)
     fp8 = sum(isinstance(found, kinds) for _, found, *_ in spec.model.traverse(tt.Module.Config, recurse=True))
     model = f"{spec.name} {spec.flavor}, {fp8} parts in FP8"
-    return Built(config, rank, dims, expert_layout(config, dims), model, parts)
-
-
-def report(built: Built) -> str:
-    """The layout and what the rank holds, in a few lines."""
-    lines = []
-    if not any(getattr(part, "mtp_layers", None) for part in built.parts):  # multi-token prediction is not estimated
-        lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
-    return dry_run.report(built, experts="moe.routed_experts.inner_experts", lines=lines)
+    layout = expert_layout(config, dims)
+    dtype = tt.TORCH_DTYPE_MAP[config.training.mixed_precision_param]  # FSDP casts, also on one rank
+    return Built(config, rank, dims, layout, model, parts, Tokens(layout.tokens, dtype, dtype), _moe)
 
 
 def memory_job(config: Any, dims: tt.ParallelDims) -> memory.Job:
@@ -98,12 +91,6 @@ def _keeps(policy: Any, block: int, part: memory.Part) -> float:
     if isinstance(policy, tt.MemoryBudgetAC.Config):
         return policy.memory_budget * part.everything
     return part.everything if policy is None else 0
-
-
-def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
-    """Forwards of the rank's converted modules on meta tensors. They change the modules, and run once each."""
-    dtype = tt.TORCH_DTYPE_MAP[built.config.training.mixed_precision_param]  # FSDP casts, also on one rank
-    return dry_run.layers(built.parts, Tokens(built.layout.tokens, dtype, dtype), _moe)
 
 
 def _moe(module: Any) -> MetaMoE | None:
@@ -133,10 +120,12 @@ def from_command_line(description: str | None) -> Built:
 
 
 def main() -> None:
-    built = from_command_line(__doc__)
-    print(report(built), flush=True)
+    built, lines = from_command_line(__doc__), []
+    if not any(getattr(part, "mtp_layers", None) for part in built.parts):  # multi-token prediction is not estimated
+        lines = memory.report(memory_job(built.config, built.dims), built, why_all_to_all(built.config))
+    print(dry_run.report(built, experts="moe.routed_experts.inner_experts", lines=lines), flush=True)
     if built.measured:
-        measure.show(built.parts, built.layout.tokens, _moe)
+        measure.show(built)
 
 
 if __name__ == "__main__":

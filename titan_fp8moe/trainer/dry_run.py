@@ -12,7 +12,7 @@ import argparse
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -38,6 +38,8 @@ class Built(NamedTuple):
         model: its name and what is known of the whole model, for the report.
         dims: torchtitan's ``ParallelDims``.
         parts: the parallelized model, or its pipeline stages that the rank has.
+        tokens: of a microbatch on this rank.
+        moe_of: the MoE layer that a module is, if it is a converted one.
         measured: whether the command line asks for :mod:`titan_fp8moe.trainer.measure`.
     """
 
@@ -47,6 +49,8 @@ class Built(NamedTuple):
     layout: ExpertLayout
     model: str
     parts: list[nn.Module]
+    tokens: "Tokens"
+    moe_of: "Callable[[Any], MetaMoE | None]"
     measured: bool = False
 
 
@@ -232,31 +236,23 @@ class MetaMoE(NamedTuple):
         return self.forward(tokens.rows(self.experts.matrices().w2.shape[1]), *tokens.routing(self.top_k))
 
 
-def converted(
-    parts: Iterable[nn.Module], moe_of: Callable[[nn.Module], MetaMoE | None]
-) -> Iterator[tuple[str, MetaMoE | Fp8FFN | Fp8FlowLinear]]:
-    """The rank's converted modules by name. Shared experts that join a MoE layer are in its record.
-
-    Args:
-        moe_of: the MoE layer that a module is, if it is a converted one.
-    """
+def converted(built: Built) -> Iterator[tuple[str, MetaMoE | Fp8FFN | Fp8FlowLinear]]:
+    """The rank's converted modules by name. Shared experts that join a MoE layer are in its record."""
     joined: set[nn.Module | None] = set()
-    for name, module in [named for part in parts for named in part.named_modules()]:
-        if (moe := moe_of(module)) is not None:
+    for name, module in [named for part in built.parts for named in part.named_modules()]:
+        if (moe := built.moe_of(module)) is not None:
             joined.add(moe.shared)
             yield plan.plain_name(name), moe
         elif module not in joined and isinstance(module, Fp8FFN | Fp8FlowLinear):
             yield plan.plain_name(name), module
 
 
-def layers(
-    parts: Sequence[nn.Module], tokens: Tokens, moe_of: Callable[[nn.Module], MetaMoE | None]
-) -> Iterator[Callable[[], Tensor]]:
+def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
     """Forwards of :func:`converted` modules on meta tensors. They change the modules, and run once each."""
-    for _, module in converted(parts, moe_of):
+    for _, module in converted(built):
         if not isinstance(module, MetaMoE):
-            yield functools.partial(tokens.run, module)
+            yield functools.partial(built.tokens.run, module)
             continue
-        yield functools.partial(module.run, tokens)
+        yield functools.partial(module.run, built.tokens)
         if cast(Any, module.routed).config.dispatch == "auto":
-            yield functools.partial(module.run_over_symmetric_memory, tokens)
+            yield functools.partial(module.run_over_symmetric_memory, built.tokens)

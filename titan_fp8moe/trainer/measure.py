@@ -7,13 +7,13 @@ quantizes its weights each time. Biases are left out.
 
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 import triton.testing
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer.group import feed_forward, linear
@@ -21,7 +21,7 @@ from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.spec import ExpertSpec
-from titan_fp8moe.trainer.dry_run import MetaMoE, Tokens, converted
+from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens, converted
 
 LEAST, MOST, ROUNDS = 128, 2**16, 3  # tokens between which it is looked for a gain; turns of each precision
 LIMITS = "One rank's share, without exchange, attention and optimizer: not the gain of a step"
@@ -83,11 +83,11 @@ class Inputs(NamedTuple):
         return sum(kept.values())
 
 
-def layers(parts: Iterable[nn.Module], tokens: int, moe_of: Callable[[nn.Module], MetaMoE | None]) -> Iterator[Layer]:
+def layers(built: Built) -> Iterator[Layer]:
     """The converted layers of a rank's model on the meta device, one of each shape. See :func:`dry_run.layers`."""
     seen = []
-    for name, module in converted(parts, moe_of):
-        layer = _layer(name, tokens, module)
+    for name, module in converted(built):
+        layer = _layer(name, built.tokens.count, module)
         if (layer.top_k, layer.shapes) not in seen:
             seen.append((layer.top_k, layer.shapes))
             yield layer
@@ -232,9 +232,9 @@ def verdict(tokens: int, speedup: float, ratio: Callable[[int], float]) -> str:
     return f"FP8 pays with {tokens:,} tokens, {ends} ({other:,}: {found:.2f}x)"
 
 
-def show(parts: Iterable[nn.Module], tokens: int, moe_of: Callable[[nn.Module], MetaMoE | None]) -> None:
+def show(built: Built) -> None:
     """Measures and prints all layers of a rank's share."""
-    print(f"measured  with {tokens:,} tokens on {torch.cuda.get_device_name()}. {LIMITS}", flush=True)
-    for layer in layers(parts, tokens, moe_of):
+    print(f"measured  with {built.tokens.count:,} tokens on {torch.cuda.get_device_name()}. {LIMITS}", flush=True)
+    for layer in layers(built):
         for line in describe(layer):
             print(f"          {line}", flush=True)
