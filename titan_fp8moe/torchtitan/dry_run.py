@@ -43,7 +43,7 @@ def smallest_world_size(config: JobConfig) -> int:
     incomplete."""
     p = config.parallelism
     least = 2 if p.expert_parallel_degree > 1 and p.context_parallel_degree == 1 else 1
-    return dry_run.smallest_world_size(p, p.expert_tensor_parallel_degree, least)
+    return dry_run.smallest_world_size(config, p.expert_tensor_parallel_degree, least)
 
 
 def make_parallel_dims(config: JobConfig, world_size: int) -> ParallelDims:

@@ -126,8 +126,7 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     fp8, in_fsdp = {part.name: part for part in plan if part.reason is None}, True
     way = f"dispatch over {settings.backend.description}" if dims.ep > 1 else ""
     if isinstance(job, tt.Trainer.Config):
-        layers_in_fp8 = {name: part.module.config for name, part in fp8.items() if part.kind == MOE}
-        in_fsdp, way = _check(job, settings, dims, layers_in_fp8)
+        in_fsdp, way = _check(job, settings, dims, {name: p.module.config for name, p in fp8.items() if p.kind == MOE})
     announce(plan, settings, tt.logger, way, "" if in_fsdp or not fp8 else "experts outside of FSDP")
     if not fp8:
         return

@@ -115,8 +115,7 @@ def _load(module: str | None, options: list[str]) -> Any:
 def from_command_line(description: str | None) -> Built:
     """Builds the job of ``sys.argv``. Ends the process with the mistake, if there is one."""
     options = dict(default="titan_fp8moe.torchtitan03", help="whose --config; default: %(default)s")
-    smallest = lambda config: dry_run.smallest_world_size(config.parallelism)  # noqa: E731
-    return dry_run.from_command_line(description, "--module", _load, smallest, _build, **options)
+    return dry_run.from_command_line(description, "--module", _load, dry_run.smallest_world_size, _build, **options)
 
 
 def main() -> None:

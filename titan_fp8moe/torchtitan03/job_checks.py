@@ -31,11 +31,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig) -> None:
             "fp8_flow_moe computes on plain tensors, but parallelism.spmd_backend = 'full_dtensor' passes DTensors; "
             "use 'spmd_types' or 'partial_dtensor'"
         )
-    _check_host_work(job, config)
-
-
-def _check_host_work(job: Any, config: Fp8FlowMoEConfig) -> None:
-    """Refuses decisions of each call on the host, which no compiled graph and no CUDA graph can have."""
+    # No compiled graph and no CUDA graph can have decisions of each call on the host.
     cuda_graphs = not job.training.disable_cuda_graphs
     if cuda_graphs and job.parallelism.expert_parallel_degree > 1 and config.backend.syncs_host:
         raise ValueError(

@@ -54,9 +54,9 @@ class Built(NamedTuple):
     measured: bool = False
 
 
-def smallest_world_size(parallelism: Any, expert_tensor_parallel: int = 1, least_shards: int = 1) -> int:
+def smallest_world_size(config: Any, expert_tensor_parallel: int = 1, least_shards: int = 1) -> int:
     """Product of the parallel degrees. A ``data_parallel_shard_degree`` of -1 counts as the least that works."""
-    p = parallelism
+    p = config.parallelism
     inner, shard = p.context_parallel_degree * p.tensor_parallel_degree, p.data_parallel_shard_degree
     if shard == -1:
         experts = p.expert_parallel_degree * expert_tensor_parallel
