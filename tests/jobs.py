@@ -24,9 +24,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import backend
-from titan_fp8moe.torchtitan import converter, cpu, dry_run, flavors, job_checks
+from titan_fp8moe.torchtitan import converter, cpu, dry_run, flavors
 from titan_fp8moe.torchtitan.cpu import _dense_attention, _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.cpu import create_block_mask_on_cpu
 from titan_fp8moe.trainer.experts import TitanExperts
 
@@ -144,7 +145,7 @@ def start(job: JobConfig, ranks: int = 1, dim: int = 256, hidden_dim: int = 256)
 
 
 def layout(job: JobConfig, ranks: int) -> tuple[int, ...]:
-    return job_checks.expert_layout(job, dry_run.make_parallel_dims(job, ranks))
+    return preflight.expert_layout(job, dry_run.make_parallel_dims(job, ranks))
 
 
 def gpt_oss(limit: float) -> nn.Module:

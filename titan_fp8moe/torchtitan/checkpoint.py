@@ -22,7 +22,6 @@ from titan_fp8moe.export_fp8.model_config import Fact
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import TILE
 from titan_fp8moe.torchtitan.dry_run import build_model, make_parallel_dims, smallest_world_size
-from titan_fp8moe.torchtitan.job_checks import expert_layout
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.plan import natural
@@ -184,7 +183,7 @@ def _settings(values: dict[str, Any]) -> list[Fact]:
 
 def _check_blocks(config: JobConfig, dims: ParallelDims, matrices: dict[str, Tensor]) -> None:
     """Training quantizes blocks of a tensor-parallel rank's part of a matrix, which should be the whole matrix's."""
-    routed_shards = expert_layout(config, dims).hidden_dim_shards
+    routed_shards = preflight.expert_layout(config, dims).hidden_dim_shards
     for name, matrix in matrices.items():
         shards, shape = routed_shards if ROUTED in name else dims.tp, [*matrix.shape[-2:]]
         if shards > 1 and any(dim % (TILE * shards) for dim in shape):
@@ -204,5 +203,6 @@ def quantized_from(config: JobConfig, dims: ParallelDims, model: nn.Module) -> s
         return "fp32"  # without FSDP autocast applies, which the experts' parameters do not see
     experts = [module for module in model.modules() if isinstance(module, Fp8FlowExperts)]
     alone = dims.ep_enabled and not any(module.in_fsdp for module in experts)
-    in_fp8 = expert_layout(config, dims).fsdp_shards > 1 and all(module.config.fp8_all_gather for module in experts)
+    sharded = preflight.expert_layout(config, dims).fsdp_shards > 1
+    in_fp8 = sharded and all(module.config.fp8_all_gather for module in experts)
     return "fp32-routed" if in_fp8 or alone else "bf16"

@@ -49,7 +49,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         job_checks.check_job(job_config)
         job_checks.check_parallelism(parallel_dims)
         first_hour.check_resumption(job_config, parallel_dims)
-        self.layout = job_checks.expert_layout(job_config, parallel_dims)
+        self.layout = preflight.expert_layout(job_config, parallel_dims)
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.why_all_to_all = job_checks.why_all_to_all(job_config)
         self.tensor_shards = parallel_dims.tp
@@ -59,8 +59,11 @@ class Fp8FlowMoEConverter(ModelConverter):
         preflight.warn_of_settings_without_effect(self.config, self.layout)
 
     def convert(self, model: nn.Module) -> None:
+        found = dict(model.named_modules())
         plan = make_plan(
-            *_candidates(model),
+            {name: m for name, m in found.items() if isinstance(m, MoE)},
+            {name: m for name, m in found.items() if name.split(".")[-1] in (SHARED, DENSE)},
+            {name: m for name, m in found.items() if isinstance(m, nn.Linear)},
             self.config,
             check_layer=lambda name, layer: job_checks.check_layer(name, layer, self.config, self.layout),
             why_not_ffn=self._why_not_fp8,
@@ -103,14 +106,6 @@ class Fp8FlowMoEConverter(ModelConverter):
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Clears caches of trained weights, also where a container steps optimizers that are not ``torch.optim``'s."""
         after_optimizer_step()
-
-
-def _candidates(model: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """MoE layers, FFNs and linears."""
-    modules = dict(model.named_modules())
-    layers = {name: m for name, m in modules.items() if isinstance(m, MoE)}
-    ffns = {name: m for name, m in modules.items() if name.split(".")[-1] in (SHARED, DENSE)}
-    return layers, ffns, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)}
 
 
 def prepare_torchtitan() -> None:

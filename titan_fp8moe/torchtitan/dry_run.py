@@ -31,11 +31,11 @@ from torchtitan.tools import utils
 from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.converter import NAME
-from titan_fp8moe.torchtitan.job_checks import check_job, expert_layout, why_all_to_all
+from titan_fp8moe.torchtitan.job_checks import check_job, why_all_to_all
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
 from titan_fp8moe.trainer import dry_run, measure, memory
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
-from titan_fp8moe.trainer.preflight import compiles_model
+from titan_fp8moe.trainer.preflight import compiles_model, expert_layout
 
 
 def smallest_world_size(config: JobConfig) -> int:

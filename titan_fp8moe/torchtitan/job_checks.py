@@ -56,11 +56,6 @@ def check_parallelism(dims: ParallelDims) -> None:
         )
 
 
-def expert_layout(job: JobConfig, dims: ParallelDims) -> ExpertLayout:
-    """See :func:`titan_fp8moe.trainer.preflight.expert_layout`. Each tensor-parallel rank has all tokens."""
-    return preflight.expert_layout(job, dims, expert_tensor_parallel=dims.etp)
-
-
 def why_all_to_all(job: JobConfig) -> str | None:
     """Why no step of this job can be run again, as ``dispatch = "auto"`` needs it over symmetric memory."""
     return "optimizer.early_step_in_backward" if job.optimizer.early_step_in_backward else None
@@ -76,5 +71,4 @@ def check_layer(name: str, layer: MoE, config: Fp8FlowMoEConfig, layout: ExpertL
             "fp8_flow_moe.filter_fqns, or remove the converter that changed it"
         )
     w2 = EXPERTS[type(layer.experts)].matrix_names[1]
-    num_experts, dim, hidden_dim = getattr(layer.experts, w2).shape
-    preflight.check_layer(name, num_experts, dim, hidden_dim, config, layout)
+    preflight.check_layer(name, getattr(layer.experts, w2).shape, config, layout)

@@ -134,7 +134,9 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
         warm_up.begin()
     for part in fp8.values():
         if part.kind != MOE:  # shared experts before their layer
-            part.module.replace(_in_fp8(part, settings))
+            config = part.module.config
+            kind = modules.Fp8FlowLinear03.Config if part.kind == LINEAR else _FFNS[config._owner]
+            part.module.replace(derive_adapted(config, kind, fp8_flow=settings))
     for name, part in fp8.items():
         if part.kind == MOE:
             # Under EP each of TP's ranks routes a part of the tokens whose shared experts they share.
@@ -177,12 +179,6 @@ def _why_not_fp8(ffn: Any, tp: int) -> str | None:
     if tp > 1 and ffn._owner is tt.SigmoidGatedFeedForward:
         return "tensor parallelism places the gate of gated shared experts otherwise"
     return preflight.why_not_fp8_dims(ffn.w1.in_features, ffn.w1.out_features, tp)
-
-
-def _in_fp8(part: Part, settings: Fp8FlowMoEConfig) -> Any:
-    old = part.module.config
-    kind = modules.Fp8FlowLinear03.Config if part.kind == LINEAR else _FFNS[old._owner]
-    return derive_adapted(old, kind, fp8_flow=settings)
 
 
 def _layer_in_fp8(layer: Any, settings: Fp8FlowMoEConfig, in_fsdp: bool, fp8_shared: bool) -> Any:

@@ -82,4 +82,4 @@ def check_layer(name: str, layer: tt.MoE.Config, config: Fp8FlowMoEConfig, layou
             f"{name} has adapters of routed experts, whose hidden dim tensor parallelism would split; set "
             "parallelism.expert_parallel_degree > 1, or leave inner_experts out of LoRAConverter's target_modules"
         )
-    preflight.check_layer(name, experts.num_experts, experts.dim, experts.hidden_dim, config, layout)
+    preflight.check_layer(name, (experts.num_experts, experts.dim, experts.hidden_dim), config, layout)

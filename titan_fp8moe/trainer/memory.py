@@ -36,7 +36,7 @@ from titan_fp8moe.nn.modules import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.trainer import auto_dispatch
-from titan_fp8moe.trainer.dry_run import Built, MetaMoE
+from titan_fp8moe.trainer.dry_run import Built, MetaMoE, converted
 from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, fsdp_shards
 
 T = TypeVar("T", "Part", "Weights")
@@ -175,8 +175,7 @@ def estimate(job: Job, parts: Sequence[nn.Module]) -> Estimate | None:
 def report(job: Job, built: Built, why_all_to_all: str | None) -> list[str]:
     """How tokens travel and what memory that takes, in up to three lines of a dry run's report."""
     lines, changes = [], False
-    layers = [moe for part in built.parts for m in part.modules() if (moe := job.moe_of(m)) is not None]
-    routed: list[Any] = [moe.routed for moe in layers]
+    routed: list[Any] = [layer.routed for _, layer in converted(built) if isinstance(layer, MetaMoE)]
     if routed:
         way, changes = auto_dispatch.describe(routed[0].config, built.layout, why_all_to_all)
         lines += [f"dispatch  {way.removeprefix('dispatch ')}"] * bool(way)

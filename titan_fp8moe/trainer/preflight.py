@@ -38,11 +38,10 @@ class ExpertLayout(NamedTuple):
     tokens: int
 
 
-def expert_layout(job: Any, dims: Any, *, expert_tensor_parallel: int = 1, token_shards: int = 1) -> ExpertLayout:
+def expert_layout(job: Any, dims: Any, *, token_shards: int = 1) -> ExpertLayout:
     """How the degrees of torchtitan's ``ParallelDims`` spread the experts.
 
     Args:
-        expert_tensor_parallel: ranks that share an expert's hidden dim under expert parallelism.
         token_shards: ranks that share a sequence's tokens, besides those of context parallelism.
 
     Raises:
@@ -52,7 +51,8 @@ def expert_layout(job: Any, dims: Any, *, expert_tensor_parallel: int = 1, token
     tokens = batch_size * job.training.seq_len // (dims.cp * token_shards)
     if dims.ep == 1:
         return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
-    # Expert parallelism also spans the tensor-parallel ranks.
+    # Expert parallelism also spans the tensor-parallel ranks. torchtitan 0.3 shards no expert then.
+    expert_tensor_parallel = getattr(dims, "etp", 1)
     ranks, shards = dims.dp_shard * dims.cp * dims.tp, dims.ep * expert_tensor_parallel
     if ranks % shards:
         degrees = f"parallelism.expert_parallel_degree = {dims.ep}"
@@ -95,26 +95,20 @@ def matching(names: Sequence[str], parts: Sequence[str], *, setting: str) -> lis
     return [name for name in names if any(part in f"{name}." for part in parts)]
 
 
-def check_layer(
-    name: str, num_experts: int, dim: int, hidden_dim: int, config: Fp8FlowMoEConfig, layout: ExpertLayout
-) -> None:
-    """The sizes of one MoE layer, those of all ranks, on ranks of this layout."""
+def check_layer(name: str, sizes: Sequence[int], config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
+    """The sizes of one MoE layer, E, D and H of all ranks, on ranks of this layout."""
+    num_experts, dim, hidden_dim = sizes
     if (reason := why_not_fp8_dims(dim, hidden_dim, layout.hidden_dim_shards)) is not None:
         setting = "tensor_parallel_degree" if layout.expert_shards == 1 else "expert_tensor_parallel_degree"
         lower = f", or lower parallelism.{setting}" if layout.hidden_dim_shards > 1 else ""
         raise ValueError(f"{name}: {reason}; leave the layer in bf16 with fp8_flow_moe.filter_fqns{lower}")
-    if num_experts % layout.expert_shards:
-        raise ValueError(
-            f"{name}: {num_experts} experts do not divide over {layout.expert_shards} expert-parallel ranks; "
-            "choose a parallelism.expert_parallel_degree that divides them"
-        )
-    # FSDP must shard whole experts, since a 128x128 block has one scale.
-    if config.fp8_all_gather and num_experts % (layout.expert_shards * layout.fsdp_shards):
-        raise ValueError(
-            f"{name}: fp8_flow_moe.fp8_all_gather needs whole experts on each rank, but {num_experts} experts "
-            f"do not divide over {layout.expert_shards} expert-parallel x {layout.fsdp_shards} FSDP ranks; set it to "
-            "false, or raise parallelism.data_parallel_replicate_degree until they do"
-        )
+    shards, over = layout.expert_shards, f"{layout.expert_shards} expert-parallel"
+    remedy = "choose a parallelism.expert_parallel_degree that divides them"
+    if config.fp8_all_gather:  # FSDP must shard whole experts, since a 128x128 block has one scale
+        shards, over = shards * layout.fsdp_shards, f"{over} x {layout.fsdp_shards} FSDP"
+        remedy += ", set fp8_flow_moe.fp8_all_gather = false, or raise parallelism.data_parallel_replicate_degree"
+    if num_experts % shards:
+        raise ValueError(f"{name}: {num_experts} experts do not divide over {over} ranks; {remedy}")
 
 
 def why_not_fp8_dims(dim: int, hidden_dim: int, hidden_dim_shards: int) -> str | None:
