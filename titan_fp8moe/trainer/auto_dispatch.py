@@ -50,9 +50,8 @@ def describe(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: s
 
 
 def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:
-    ranks, devices = layout.expert_shards * layout.hidden_dim_shards, range(0)
-    if preflight.trains_here():
-        devices = range(torch.cuda.device_count())
+    ranks = layout.expert_shards * layout.hidden_dim_shards
+    devices = range(torch.cuda.device_count() if preflight.trains_here() else 0)
     here = preflight.ranks_of_a_node() or len(devices) or ranks
     if ranks > here:
         return f"{ranks} ranks share the experts and a node has {here}"

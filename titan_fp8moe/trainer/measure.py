@@ -194,12 +194,11 @@ def describe(
     inputs = layer.inputs(layer.tokens, device)
     bf16, fp8 = times(inputs)
     saved = [inputs.saved_bytes(run) / 2**20 for run in runs]
-    exact = Inputs(
-        [leaf.detach().float().requires_grad_() for leaf in inputs.leaves], inputs.others, inputs.dout.float()
-    )
+    leaves = [leaf.detach().float().requires_grad_() for leaf in inputs.leaves]
+    exact = Inputs(leaves, inputs.others, inputs.dout.float())
     right = exact.step(layer.fp32)
     errors = [max(map(_relative_error, inputs.step(run), right)) for run in runs]
-    del inputs, exact, right
+    del inputs, exact, right, leaves
     yield (
         f"{layer.name}: bf16 {bf16:.2f} ms, FP8 {fp8:.2f} ms ({bf16 / fp8:.2f}x); saved {saved[0]:.1f} and "
         f"{saved[1]:.1f} MiB; error against fp32, of outputs and gradients, up to {errors[0]:.2%} and {errors[1]:.2%}"
