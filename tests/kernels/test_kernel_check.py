@@ -19,7 +19,7 @@ def test_the_probe_stores_its_arguments(device, monkeypatch):
     assert INTERPRETED or launch._is_fast()
     for fast in (True, False):
         monkeypatch.setattr(launch, "_fast", fast)
-        assert launch._probe(device) == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
+        assert launch.launch_probe(device).tolist() == [3, 5, 1, 48, 7, 2**40 + 1, 9, 2]
 
 
 def test_every_kernel_is_run_and_agrees(monkeypatch):

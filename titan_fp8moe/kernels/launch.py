@@ -43,9 +43,6 @@ class Kernel:
 
     Attributes:
         kernel: the decorated kernel. In Triton's interpreter every launch calls it.
-
-    Raises:
-        TypeError: a ``constexpr`` parameter comes before another one.
     """
 
     def __init__(self, kernel: KernelInterface, **bound: Any):
@@ -55,11 +52,9 @@ class Kernel:
         if self._interpreted:
             return
         constants = [param.is_constexpr or param.name in bound for param in kernel.params]
-        self._num_args = len(constants) - sum(constants)
-        if any(constants[: self._num_args]):
-            raise TypeError(f"{kernel.__name__}: constexpr parameters must come last")
-        self._specialized = [not param.do_not_specialize for param in kernel.params[: self._num_args]]
-        self._constants = [param.name for param in kernel.params[self._num_args :]]
+        num_args = len(constants) - sum(constants)
+        self._specialized = [not param.do_not_specialize for param in kernel.params[:num_args]]
+        self._constants = [param.name for param in kernel.params[num_args:]]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
@@ -88,8 +83,6 @@ class Kernel:
             # As compiled[grid] does, but without hooks and their metadata: the three None.
             compiled.run(*grid, stream, function, metadata, None, None, None, *values, *values_of_constants)
             return
-        if len(args) != self._num_args:
-            raise TypeError(f"{self.kernel.__name__} takes {self._num_args} positional arguments, got {len(args)}")
         constants |= self._bound
         with torch.cuda.stream(side):
             compiled = self.kernel[grid](*map(_readable, args), **(_OPTIONS | constants))
@@ -194,7 +187,7 @@ def _is_fast() -> bool:
     _fast = True  # also for the probe
     try:
         with on_stream(None):
-            by_triton, here = _probe(), _probe()
+            by_triton, here = (launch_probe("cuda").tolist() for _ in range(2))
         _fast, error = by_triton == here, f"kernels get {here} instead of {by_triton}"
     except Exception as raised:
         _fast, error = False, repr(raised)
@@ -223,16 +216,12 @@ def _probe_kernel(x, scale, nothing, out, one, n, m, big, quarter, VALUE: tl.con
 
 
 def launch_probe(device: str) -> Tensor:
-    """Launches the kernel, and returns what it stores first."""
+    """Launches the kernel, and returns what it stores first. :mod:`titan_fp8moe.kernels.compile` compiles it ahead."""
     x = torch.full((1,), 3.0, dtype=torch.float32, device=device)
     scale = torch.full((1,), 5, dtype=torch.uint8, device=device).view(E8M0)
     out = torch.zeros(9, dtype=torch.int64, device=device)
     _probe_kernel[(1, 2)](x, scale, None, out, 1, 48, 7, 2**40 + 1, 0.25, VALUE=9)
     return out[:8]
-
-
-def _probe(device: str = "cuda") -> list[int]:
-    return launch_probe(device).tolist()
 
 
 def _readable(arg: Any) -> Any:
