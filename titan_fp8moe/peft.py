@@ -17,7 +17,6 @@ from torch import nn
 
 from titan_fp8moe import patches
 from titan_fp8moe.layer.lora import Adapter, Lora
-from titan_fp8moe.recipe import FP8
 from titan_fp8moe.versions import warn_about_versions
 
 # Parameters of Transformers' experts, and the weights of a layer.
@@ -33,9 +32,8 @@ def run_beside(serves: Callable[[nn.Module], bool]) -> None:
     if importlib.util.find_spec("peft") is None:
         return
     warn_about_versions("peft")
-    activating, wrapper = functools.partial(_activating, serves), "peft.tuners.lora:ParamWrapper"
-    patches.wrap(wrapper, "_activate_lora", activating, checked_on="PEFT 0.21.2")
-    patches.wrap(wrapper, "merge", _merging, checked_on="PEFT 0.21.2")
+    activating = functools.partial(_activating, serves)
+    patches.wrap("peft.tuners.lora:ParamWrapper", "_activate_lora", activating, checked_on="PEFT 0.21.2")
 
 
 def _activating(serves: Callable[[nn.Module], bool], merge: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,19 +45,6 @@ def _activating(serves: Callable[[nn.Module], bool], merge: Callable[..., Any]) 
         return _hand_over(self, experts, [name for name in active_adapters if name in self.lora_A])
 
     return activate
-
-
-def _merging(merge_for_good: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(merge_for_good)
-    def merge_into(self: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(self.get_base_layer(), self.parameter_name).dtype == FP8:
-            raise ValueError(
-                f"{self.parameter_name} is stored in FP8, and PEFT would add to its codes without their scales; keep "
-                "the adapter beside it, or merge it into bf16 weights"
-            )
-        merge_for_good(self, *args, **kwargs)
-
-    return merge_into
 
 
 @contextlib.contextmanager
