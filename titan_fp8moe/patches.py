@@ -6,6 +6,7 @@ A change is identified by what it changes and by the module that makes it, never
 This module imports nothing of the package, so that every layer may use it.
 """
 
+import functools
 import logging
 import pkgutil
 import sys
@@ -41,18 +42,19 @@ def wrap(owner: Any, name: Any, wrapper: Callable[[Any], Any], *, checked_on: st
     """Replaces ``owner.name`` by ``wrapper(owner.name)``, once.
 
     Args:
-        owner: a module, a class, or either's name as ``module:attribute``. A mapping, whose key is ``name``, needs one.
+        owner: a module, a class, or either's name as ``module:attribute``.
 
     Raises:
         RuntimeError: there is no such attribute. Nothing is changed.
     """
     target = _Target.of(owner, name, checked_on)
     if (key := (target.what, _caller())) not in _changes:
-        _set(key, target, wrapper(target.value()), checked_on)
+        _set(key, target, wrapper(getattr(target.owner, name)), checked_on)
 
 
 def put(owner: Any, name: Any, value: Any, *, checked_on: str) -> None:
-    """Replaces ``owner.name`` by ``value``. Another call replaces it again; a mapping may get a new key."""
+    """Replaces ``owner.name`` by ``value``. Another call replaces it again. ``owner`` may be the name of a mapping, and
+    ``name`` a key of it, which may be new."""
     target = _Target.of(owner, name, checked_on)
     _set((target.what, _caller()), target, value, checked_on)
 
@@ -106,23 +108,20 @@ class _Target(NamedTuple):
     @classmethod
     def of(cls, owner: Any, name: Any, checked_on: str) -> "_Target":
         found = resolve(owner, checked_on) if isinstance(owner, str) else owner
-        where = owner if isinstance(found, MutableMapping) else _name_of(found)
         if isinstance(found, MutableMapping):
-            return cls(found, name, f"{where}[{getattr(name, '__name__', name)}]")
-        target = cls(found, name, f"{where}{'.' if ':' in where else ':'}{name}")
+            return cls(found, name, f"{owner}[{getattr(name, '__name__', name)}]")
+        where = found.__name__ + ":" if isinstance(found, ModuleType) else f"{found.__module__}:{found.__qualname__}."
         if not hasattr(found, name):
-            raise _gone(target.what, checked_on)
-        return target
-
-    def value(self) -> Any:
-        """As a caller sees it."""
-        return self.owner[self.name] if isinstance(self.owner, MutableMapping) else getattr(self.owner, self.name)
+            raise _gone(where + name, checked_on)
+        return cls(found, name, where + name)
 
     def stored(self) -> Any:
         """As it is stored, or _MISSING: a class has descriptors, and may inherit the attribute."""
         if isinstance(self.owner, MutableMapping):
             return self.owner.get(self.name, _MISSING)
-        return vars(self.owner).get(self.name, _MISSING) if isinstance(self.owner, type) else self.value()
+        if isinstance(self.owner, type):
+            return vars(self.owner).get(self.name, _MISSING)
+        return getattr(self.owner, self.name)
 
     def store(self, value: Any) -> None:
         if isinstance(self.owner, MutableMapping):
@@ -134,23 +133,15 @@ class _Target(NamedTuple):
 
 
 def _set(key: tuple[str, str], target: _Target, value: Any, checked_on: str) -> None:
-    undo = _changes[key].undo if key in _changes else _storing(target, target.stored())
-    make = _storing(target, value)
+    undo = _changes[key].undo if key in _changes else functools.partial(target.store, target.stored())
+    make = functools.partial(target.store, value)
     make()
     _changes[key] = Change(*key, checked_on, make, undo)
-
-
-def _storing(target: _Target, value: Any) -> Callable[[], None]:
-    return lambda: target.store(value)
 
 
 def _caller() -> str:
     """The module that calls :func:`wrap`, :func:`put` or :func:`hook`."""
     return sys._getframe(2).f_globals["__name__"]
-
-
-def _name_of(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}:{owner.__qualname__}"
 
 
 def resolve(name: str, checked_on: str) -> Any:
