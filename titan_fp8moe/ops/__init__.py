@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_fp8moe.ops.all_to_all import start_all_to_all, wait
 from titan_fp8moe.ops.backend import custom_op, emulate
-from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad
+from titan_fp8moe.ops.grouped_mm import grouped_mm, grouped_mm_wgrad, transpose_pair
 from titan_fp8moe.ops.lora import low_rank, low_rank_grads
 from titan_fp8moe.ops.permute import (
     dispatch_routing,
@@ -38,7 +38,6 @@ from titan_fp8moe.ops.quantize import (
     refresh_weight,
 )
 from titan_fp8moe.ops.swiglu import swiglu_quantize, swiglu_quantize_backward, swiglu_quantize_op
-from titan_fp8moe.ops.transpose import transpose_pair
 from titan_fp8moe.recipe import unpack_combine, unpack_dispatch
 
 BUILDING_BLOCKS: dict[str, Callable[..., Any]] = {

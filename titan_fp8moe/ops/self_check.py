@@ -211,8 +211,7 @@ def _swiglu(randn: Callable[..., Tensor], M: int, offsets_E: Tensor) -> Iterator
 
 def combination() -> tuple[tuple[int, int], str, str]:
     """The current GPU's compute capability, and the versions of PyTorch and Triton without their last part."""
-    versions = (".".join(version.split(".")[:2]) for version in (torch.__version__, triton.__version__))
-    torch_version, triton_version = versions
+    torch_version, triton_version = (".".join(v.split(".")[:2]) for v in (torch.__version__, triton.__version__))
     return torch.cuda.get_device_capability(), torch_version, triton_version
 
 
