@@ -91,7 +91,7 @@ REFUSALS = [
     (dense_in_fp8, CONFIG(wgrad="bf16"), {}, "Sequential has no linear, but for its output, that is not FP8 already"),
     (Model, CONFIG(), {}, "Model has MoE layers, and torchao's default filter"),
     (Model, CONFIG(), dict(filter_fn=linears("wo", "wx")), "'wx', which matches no linear"),
-    (Model, CONFIG(), dict(filter_fn=lambda module, _: isinstance(module, Model)), "cannot convert Model"),
+    (Model, CONFIG(), dict(filter_fn=lambda module, _: isinstance(module, Model)), "only an nn.Linear without a bias"),
     (Model, CONFIG(filter_fqns=["layers.1."]), dict(filter_fn=is_moe), "filter_fqns has no effect on modules that"),
     (Model, CONFIG(linear_fqns=["wo."]), dict(filter_fn=is_moe), "linear_fqns has no effect"),
     (Model, CONFIG(statistics_every=5), dict(filter_fn=is_moe), "statistics_every has no effect"),

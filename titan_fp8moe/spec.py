@@ -101,8 +101,6 @@ class ExpertSpec(NamedTuple):
             if not isinstance(value, int | float) or math.isnan(value) or (name in entry.positive and value <= 0):
                 kind = "a positive number" if name in entry.positive else "a number"
                 raise ValueError(f"{name} of activation {activation!r} is {value!r}; set it to {kind}")
-        if not entry.parameters:
-            return cls(activation, score_before_experts)
         values = tuple(float(given.get(name, default)) for name, default in entry.parameters.items())
         return cls(activation, score_before_experts, values)
 

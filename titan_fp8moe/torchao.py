@@ -51,16 +51,14 @@ def is_moe(module: nn.Module, name: str = "") -> bool:
     return _is_moe(module)
 
 
-def linears(*parts: str) -> Callable[[nn.Module, str], bool]:
-    """A ``filter_fn`` for linears that have one of ``parts`` in their fully qualified names, such as
+def linears(part: str, *others: str) -> Callable[[nn.Module, str], bool]:
+    """A ``filter_fn`` for linears that have one of these parts in their fully qualified names, such as
     ``attention.wq_b.``.
 
     Raises:
-        ValueError: without a part; from ``quantize_``, for a part that matches no linear of the model.
+        ValueError: from ``quantize_``, for a part that matches no linear of the model.
     """
-
-    if not parts:
-        raise ValueError("linears() selects no linear; name parts of fully qualified names, such as 'attention.'")
+    parts = part, *others
 
     def matches(name: str, module: nn.Module, part: str) -> bool:
         return isinstance(module, nn.Linear) and part in f"{name}."
@@ -119,13 +117,8 @@ def _convert(module: Any, config: Fp8FlowMoEConfig) -> nn.Module:
         _convert_transformers(module, config)
     elif _is_torchtitan(module):
         _convert_torchtitan(module, config)
-    elif isinstance(module, nn.Linear):
-        Fp8FlowLinear.convert(module, config)
     else:
-        raise ValueError(
-            f"Fp8FlowMoEConfig cannot convert {type(module).__name__}; call quantize_ with filter_fn = is_moe, or "
-            "linears(...) for linear layers, of titan_fp8moe.torchao"
-        )
+        Fp8FlowLinear.convert(module, config)
     return module
 
 
