@@ -50,7 +50,6 @@ from titan_fp8moe.layer.group import (
 from titan_fp8moe.layer.lora import NO_LORA, lora_operands
 from titan_fp8moe.layer.operands import WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import (
-    Gradients,
     Halfway,
     Inputs,
     LayerSpec,
@@ -196,7 +195,7 @@ def _routed_experts_gradients(
     adapters: list[Tensor],
     layer: str,
 ) -> list[Tensor]:
-    """The second half of a backward, :class:`Gradients`.
+    """The second half of a backward: gradients of :class:`Inputs`, of weights as :class:`WeightGrads`.
 
     Args:
         halfway: what the first half has made.
@@ -213,7 +212,8 @@ def _routed_experts_gradients(
     with_dx = tokens.returns_gradients(needed.x)
     ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)
     pending, returned, dx_MD = None, Returned(None), None
-    dw = dw_shared = WeightGrads()
+    dw: Any = WeightGrads()
+    dw_shared = dw
     adapter_grads: list[Tensor | None] = [None] * len(needed.adapters)
     try:
         if with_dx:
@@ -245,7 +245,7 @@ def _routed_experts_gradients(
     dbiases: Any = needed.biases
     if ffn.biases and routed.dbias is not None:
         dbiases = ffn.biases.gradients(routed.dbias, dbiases)
-    grads = Gradients(returned.rows_TD, returned.ds_TK, ds_T, dw, dw_shared, dbiases, adapter_grads)
+    grads = Inputs(returned.rows_TD, returned.ds_TK, None, None, ds_T, dw, dw_shared, dbiases, adapter_grads)
     return pack(gradients_flags(needed), grads)
 
 
@@ -324,7 +324,7 @@ class ExpertsFunction(torch.autograd.Function):
             halfway = _hidden_gradients_op(dout, saved, needed.x, needs_dbias, *parameters, ctx.nan_flags, layer)
             del saved[len(saved) - num_saved_h(spec.backward, spec.shared) :]  # freed, even if checkpointing kept it
             flat = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
-        grads: Gradients = unpack(gradients_flags(needed), iter(flat))
+        grads = unpack(gradients_flags(needed), iter(flat))
         dw, dw_shared, dbiases = grads.weights.apart(weights), NO_WEIGHTS, grads.biases
         if spec.shared:
             dw_shared = matrix_grads(grads.shared, shared)
@@ -332,8 +332,7 @@ class ExpertsFunction(torch.autograd.Function):
             of_weights, of_biases = ctx.placements
             dw = ExpertWeights(*map(place_as, dw, of_weights))
             dbiases = dbiases and Biases(*map(place_as, dbiases, of_biases))
-        dx, ds, ds_shared = grads[:3]
-        return *Inputs(dx, ds, None, None, ds_shared, dw, dw_shared, dbiases, grads.adapters).flatten(), None
+        return *grads._replace(weights=dw, shared=dw_shared, biases=dbiases).flatten(), None
 
 
 def _packed(

@@ -5,7 +5,7 @@ tensors cross: it returns the record with a flag in place of each. :func:`pack` 
 depth first.
 
 A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. From both the
-first op of a backward makes :class:`Halfway`, and from all of these the second makes :class:`Gradients`.
+first op of a backward makes :class:`Halfway`, and from all of these the second makes gradients, as :class:`Inputs`.
 """
 
 import functools
@@ -231,29 +231,11 @@ def halfway_flags(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway
     return Halfway(routed, shared)
 
 
-class Gradients(NamedTuple):
-    """The gradients that the second op of a backward makes.
-
-    Attributes:
-        x: (T, D); topk_scores: (T, K); shared_scores: (T,).
-        weights, shared: of the routed and the shared experts.
-        biases, adapters: one for each.
-    """
-
-    x: Tensor | None
-    topk_scores: Tensor | None
-    shared_scores: Tensor | None
-    weights: WeightGrads
-    shared: WeightGrads
-    biases: Biases | None
-    adapters: Any
-
-
-def gradients_flags(needs: Inputs) -> Gradients:
-    """A :class:`Gradients` of flags."""
-    x, topk_scores, _, _, shared_scores, weights, shared, biases, adapters = needs
-    of_weights = weight_grads_flags(weights), weight_grads_flags(shared)
-    return Gradients(x, topk_scores, shared_scores, *of_weights, biases, tuple(adapters))
+def gradients_flags(needs: Inputs) -> Inputs:
+    """Flags of the gradients that the second op of a backward makes, of weights a
+    :class:`titan_fp8moe.layer.ffn.WeightGrads`."""
+    weights, shared = cast(Any, weight_grads_flags(needs.weights)), cast(Any, weight_grads_flags(needs.shared))
+    return needs._replace(weights=weights, shared=shared, adapters=tuple(needs.adapters))
 
 
 def weight_grads_flags(needs: ExpertWeights) -> WeightGrads:
