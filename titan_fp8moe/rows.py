@@ -1,6 +1,6 @@
 """Records that the layer's parts hand each other: quantized rows, and the map that brings them to expert order."""
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -70,9 +70,3 @@ X, DY = range(2)
 if the operand held a NaN or Inf when it was quantized. A row has 16 bytes, so that both are aligned alike and Triton
 compiles one kernel. :mod:`titan_fp8moe.trainer.nan_watch` makes the flags.
 """
-
-
-def one_group(end_1: Tensor, score_R: Tensor | None = None) -> Routing:
-    """The routing of an FFN that serves every token: one group of rows, no router, no permutation."""
-    none = cast(Tensor, None)
-    return Routing(end_1, none, cast(Tensor, score_R), none)

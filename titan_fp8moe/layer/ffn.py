@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
+from titan_fp8moe.dispatch.base import in_expert_order
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
 from titan_fp8moe.layer.operands import WeightOperands
@@ -176,11 +177,10 @@ class FFN(NamedTuple):
         return result
 
     def in_expert_order(self, x: Rows) -> Rows:
-        offsets_E, token_M, _, row_TK = self.routing
-        if token_M is None:  # one group
+        if self.routing.token_M is None:  # one group
             return x
-        T = row_TK.shape[0]  # where shared experts read the same rows, others follow that pad their group
-        return Rows(*ops.permute_rows(x.q[:T], x.scale[:T], row_TK, token_M, offsets_E))
+        T = self.routing.row_TK.shape[0]  # where shared experts read the same rows, others pad their group
+        return in_expert_order(Rows(x.q[:T], x.scale[:T]), self.routing)
 
     def _record(self, x: Rows, grads: HiddenGradients, operands: WeightOperands) -> None:
         _, D, H = operands.like.w2.shape

@@ -45,16 +45,17 @@ from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import BLOCK, STEP
-from titan_fp8moe.rows import DY, GroupRows, Rows, X, one_group
+from titan_fp8moe.rows import DY, GroupRows, Routing, Rows, X
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
 
 def ffn_of_group(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, dim: int | None) -> FFN:
-    """The FFN of these rows, which have no router, but may have scores. ``dim``: D, which the rows pad to a multiple of
-    128; None for a backward's second half."""
-    return FFN(expert, backward, one_group(rows.end, rows.score), dim=dim)
+    """The FFN of these rows: one group, no router, no permutation. They may have scores. ``dim``: D, which the rows pad
+    to a multiple of 128; None for a backward's second half."""
+    none: Any = None
+    return FFN(expert, backward, Routing(rows.end, none, cast(Any, rows.score), none), dim=dim)
 
 
 def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[Tensor, SavedGroup]:
@@ -199,10 +200,10 @@ def feed_forward(
     if weights.w3 is None or weights.w3.shape != (H, D) or weights.w2.shape != (D, H) or H % STEP or D % STEP:
         shapes = ", ".join("None" if w is None else str(tuple(w.shape)) for w in weights)
         raise ValueError(f"w1 and w3 must be (H, D) and w2 (D, H), D and H multiples of {STEP}; got {shapes}")
-    _check_input(x, D)
+    dtype = _check_input(x, D)
     backward = config.backward._replace(weights="frozen") if frozen else config.backward
     refuse_export((x, *weights))
-    args, x_TD, dtype = (*weights, nan_flags, backward), x.reshape(-1, D), _result_dtype(x)
+    args, x_TD = (*weights, nan_flags, backward), x.reshape(-1, D)
     if warm_up.is_due(kind := (backward, weights.w1.shape), x):
         warm_up.compile_ahead(kind, _FeedForward.apply, x_TD, *args, None, dtype)
     return _FeedForward.apply(x_TD, *args, cache, dtype).view(x.shape)
@@ -213,15 +214,14 @@ def _first_rows(y: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(y[: x.shape[0]], [x.shape[0], y.shape[1]])
 
 
-def _check_input(x: Tensor, D: int) -> None:
-    if x.shape[-1] != D:
-        raise ValueError(f"x is {tuple(x.shape)} and the weights take {D}; the last dim must be that")
-    if x.numel() // D > MAX_ROWS:
-        raise ValueError(f"x is {tuple(x.shape)}; kernels take at most {MAX_ROWS} rows: use smaller microbatches")
+def _check_input(x: Tensor, D: int) -> torch.dtype:
+    """The result's dtype, for x that fits the weights and the kernels."""
+    if x.shape[-1] != D or x.numel() // D > MAX_ROWS:
+        raise ValueError(
+            f"x is {tuple(x.shape)} and the weights take {D}; the last dim must be that, and kernels take at most "
+            f"{MAX_ROWS} rows: use smaller microbatches"
+        )
     check_device(x)
-
-
-def _result_dtype(x: Tensor) -> torch.dtype:
     device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if dtype not in (torch.bfloat16, torch.float32):
@@ -316,9 +316,9 @@ def linear(
     N, K = w.shape
     if N % BLOCK or K % BLOCK:
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
-    _check_input(x, K)
+    dtype = _check_input(x, K)
     refuse_export((x, w))
-    out = _Linear.apply(x.reshape(-1, K), w, config, cache, _result_dtype(x), nan_flags, frozen)
+    out = _Linear.apply(x.reshape(-1, K), w, config, cache, dtype, nan_flags, frozen)
     return out.view(*x.shape[:-1], N)
 
 

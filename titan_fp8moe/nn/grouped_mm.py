@@ -19,9 +19,9 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.base import check_rows
 from titan_fp8moe.layer.checks import check_device
-from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.layer.ffn import weight_grads
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
-from titan_fp8moe.recipe import row_capacity
+from titan_fp8moe.recipe import BLOCK, row_capacity
 from titan_fp8moe.rows import Rows
 
 
@@ -57,17 +57,13 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
     """Rejects inputs that would make a kernel access invalid memory."""
     check_plain("grouped_mm", "x, offs and w", x, offs, w)
-    if (x.dim(), w.dim(), offs.dim()) != (2, 3, 1) or x.shape[1] != w.shape[1] or offs.shape[0] != w.shape[0]:
+    fits = (x.dim(), w.dim(), offs.dim()) == (2, 3, 1) and x.shape[1] == w.shape[1] and offs.shape[0] == w.shape[0]
+    kinds = x.dtype == torch.bfloat16 and w.dtype in (torch.bfloat16, torch.float32)
+    if not fits or not kinds or w.shape[1] % BLOCK or w.shape[2] % BLOCK:
+        got = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in (x, w, offs))
         raise ValueError(
-            "grouped_mm: x must be (M, K), w (E, K, N) and offs (E,); got "
-            f"{tuple(x.shape)}, {tuple(w.shape)} and {tuple(offs.shape)}. Pass weights (E, N, K) as w.transpose(1, 2)"
-        )
-    if x.dtype != torch.bfloat16 or w.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"grouped_mm: x must be bf16 and w bf16 or fp32, got {x.dtype} and {w.dtype}")
-    if w.shape[1] % 128 or w.shape[2] % 128:
-        raise ValueError(
-            f"grouped_mm: K and N must be multiples of 128, the width of an FP8 tile; got {w.shape[1]} and "
-            f"{w.shape[2]}; use torch._grouped_mm for this layer"
+            "grouped_mm: x must be bf16 (M, K), w bf16 or fp32 (E, K, N) and offs (E,), and K and N must be multiples "
+            f"of 128; got {got}. Pass weights (E, N, K) as w.transpose(1, 2), and use torch._grouped_mm for other sizes"
         )
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
     check_device(x)
@@ -104,18 +100,6 @@ def expert_of_rows(offs_E: Tensor, num_rows: int) -> Tensor:
     return torch.searchsorted(offs_E, row_M, right=True, out_int32=True).unsqueeze(1)
 
 
-def _is_transposed(w: Tensor) -> bool:
-    """Whether w (E, K, N) is a view of contiguous rows (E, N, K)."""
-    return w.stride(1) == 1 and w.stride(2) != 1
-
-
-def _operand(w: Tensor, transpose: bool) -> Fp8Weight:
-    """w (E, K, N) as a GEMM operand in its own layout, or transposed. The kernel reads contiguous rows."""
-    if _is_transposed(w):
-        w, transpose = w.transpose(1, 2), not transpose
-    return ops.quantize_weight_transposed(w) if transpose else ops.quantize_weight(w)
-
-
 def _grouped_linear(x_MK: Tensor, w_EKN: Tensor, offs_E: Tensor) -> list[Tensor]:
     """y (M, N) bf16, and what the backward reads: q and scale of x, and the routing without scores."""
     M, E = x_MK.shape[0], w_EKN.shape[0]
@@ -124,7 +108,7 @@ def _grouped_linear(x_MK: Tensor, w_EKN: Tensor, offs_E: Tensor) -> list[Tensor]
     offsets_E, token_P, _, row_M1 = ops.expert_routing(expert_M1, no_scores_M1, E, row_capacity(M, E))
     q, scale = ops.quantize_rows(x_MK)
     padded = ops.permute_rows(q, scale, row_M1, token_P, offsets_E)
-    y_PN = ops.grouped_mm(*padded, *_operand(w_EKN, transpose=True), offsets_E, torch.bfloat16)
+    y_PN = ops.grouped_mm(*padded, *ops.quantize_weight(w_EKN.transpose(1, 2)), offsets_E, torch.bfloat16)
     return [ops.unpermute_sum(y_PN, row_M1, torch.bfloat16), q, scale, offsets_E, token_P, row_M1]
 
 
@@ -134,18 +118,14 @@ def _grouped_linear_backward(
     """The gradients that are needed, of x (M, K) and of w, in its memory layout. ``saved``: of the forward; q and scale
     may be None if w needs none."""
     q, scale, offsets_E, token_P, row_M1 = cast(list[Any], saved)
+    w = w_EKN.transpose(1, 2)  # a layer's form of a weight, which is read where it lies
     dy = Rows(*ops.permute_rows(*ops.quantize_rows(dy_MN), row_M1, token_P, offsets_E))
     grads = []
     if needs_dx:
-        dx_PK = ops.grouped_mm(*dy, *_operand(w_EKN, transpose=False), offsets_E, torch.bfloat16)
+        dx_PK = ops.grouped_mm(*dy, *ops.quantize_weight_transposed(w), offsets_E, torch.bfloat16)
         grads.append(ops.unpermute_sum(dx_PK, row_M1, torch.bfloat16))
     if needs_dw:
-        x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(q, scale, *dy, offsets_E, "balanced", token_P)
-        if _is_transposed(w_EKN):
-            dw = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, w_EKN.dtype).transpose(1, 2)
-        else:
-            dw = ops.grouped_mm_wgrad(x_t, x_t_scale, dy_t, dy_t_scale, offsets_E, w_EKN.dtype)
-        grads.append(dw)
+        grads.append(weight_grads(dy, Rows(q, scale), token_P, offsets_E, "balanced", (w,)).transpose(1, 2))
     return grads
 
 
