@@ -122,13 +122,9 @@ def _is_chosen(experts: Any) -> bool:
 
 
 def _all_experts(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Any]:
+    """Those that choose an implementation. PEFT's wrappers forward attributes, so a module's own count."""
     named = model.named_modules(remove_duplicate=remove_duplicate)
-    return {name: module for name, module in named if _are_experts(module)}
-
-
-def _are_experts(module: nn.Module) -> bool:
-    """Whether they choose an implementation. PEFT's wrappers forward attributes, so the module's own count."""
-    return "is_concatenated" in vars(module)
+    return {name: module for name, module in named if "is_concatenated" in vars(module)}
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -271,8 +267,7 @@ def _outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
 
 @_outside_of_graphs
 def _add_cache(experts: Any, layouts: Layouts) -> None:
-    shapes = [tuple(p.shape) for p in experts.parameters(recurse=False)]
-    add_cache(experts, layouts, kind=f"{type(experts).__qualname__} {layouts} {shapes}", name="fp8_flow_cache")
+    add_cache(experts, layouts, "fp8_flow_cache")
 
 
 _rounded: "weakref.WeakKeyDictionary[nn.Module, list[tuple]]" = weakref.WeakKeyDictionary()

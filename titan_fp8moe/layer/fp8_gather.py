@@ -76,7 +76,9 @@ class Fp8AllGather(nn.Module):
         self.gathers_fp8 = True
         for param in self.parameters(recurse=False):
             if param.ndim == 3:  # not a bias
-                gather_in_fp8(cast(DTensor, param))  # a DTensor since fully_shard
+                local: Any = cast(DTensor, param)._local_tensor  # FSDP looks at it; to_local() may return a view of it
+                local.fsdp_pre_all_gather = _PreAllGather(local)
+                local.fsdp_post_all_gather = _post_all_gather
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)
@@ -97,13 +99,6 @@ class Fp8AllGather(nn.Module):
                 "load into the parameters as they are (no assign=True), or set fp8_flow_moe.fp8_all_gather = false"
             )
         return weights
-
-
-def gather_in_fp8(param: DTensor) -> None:
-    """Lets FSDP gather ``param``, sharded by experts, in FP8. Repeat it when the local tensor is replaced."""
-    local: Any = param._local_tensor  # FSDP looks at this tensor; to_local() may return a view of it
-    local.fsdp_pre_all_gather = _PreAllGather(local)
-    local.fsdp_post_all_gather = _post_all_gather
 
 
 class _PreAllGather:
@@ -127,14 +122,7 @@ class _PreAllGather:
 def _post_all_gather(
     gathered: tuple[Tensor, Tensor], shape: tuple[int, int], dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple] | None:
+    if out is not None:  # the first time's result: FSDP frees and fills the memory that it views
+        return None
     q, scale = gathered
-    if out is None:
-        # FSDP frees what it gathers into; nothing else is allocated here.
-        return Fp8GatheredWeight(Fp8Weight(q.view(FP8), scale.view(E8M0)), shape, dtype), ()
-    weight = cast(Fp8GatheredWeight, out._local_tensor if isinstance(out, DTensor) else out)
-    if weight.quantized.q.data_ptr() != q.data_ptr():
-        raise RuntimeError(
-            "FSDP has gathered expert weights into other memory than the time before, which this version of PyTorch is "
-            "not expected to do; set fp8_flow_moe.fp8_all_gather = false"
-        )
-    return None
+    return Fp8GatheredWeight(Fp8Weight(q.view(FP8), scale.view(E8M0)), shape, dtype), ()

@@ -90,16 +90,6 @@ class Copies:
             torch._dynamo.mark_static_address(tensor, guard=False)  # a CUDA graph of Inductor's would copy it
         _live[operands[0].state.data_ptr()] = self
 
-    def pack(self, frozen: bool) -> list[Tensor | None]:
-        return [*(t for operand in self.operands for t in operand), None if frozen else self.steps]
-
-    def forget(self) -> None:
-        """Lets the next forward quantize the weights anew."""
-        self.keys = [None] * len(self.operands)
-        with _disable_current_modes():
-            for operand in self.operands:
-                operand.state.data[:1].fill_(-1)
-
     def refresh(self, at: int, group: Group, steps: Tensor | None, generation: Tensor | None = None) -> Tensor:
         """:func:`titan_fp8moe.ops.refresh_weight` of an operand, on the current stream. A forward's is forced where
         these are other tensors than those of the last one, or have another version."""
@@ -207,8 +197,11 @@ class WeightCache:
 
     def clear(self) -> None:
         """Lets the next forward quantize the weights anew."""
-        if self.copies is not None:
-            self.copies.forget()
+        if (copies := self.copies) is not None:
+            copies.keys = [None] * len(copies.operands)
+            with _disable_current_modes():
+                for operand in copies.operands:
+                    operand.state.data[:1].fill_(-1)
 
     @staticmethod
     def clear_all() -> None:
@@ -220,12 +213,10 @@ class WeightCache:
         """The copies for such weights, made unless they are there.
 
         Raises:
-            RuntimeError: a CUDA graph is being captured, and there are none yet; or another process will run the graph.
+            RuntimeError: a CUDA graph is being captured, and there are none yet.
         """
         sizes, device = [_sizes(group) for group in groups], groups[0][0].device
         if torch.compiler.is_compiling():
-            if _is_for_another_process():
-                raise RuntimeError("a saved graph cannot hold the buffers of a WeightCache; leave it out")
             _allocate_kind(self.kind, sizes, device)
         else:
             with self._lock:
@@ -257,11 +248,13 @@ def _allocate_kind(kind: str, sizes: list, device: torch.device) -> None:
             cache._allocate(sizes, device)
 
 
-def add_cache(module: Any, layouts: Layouts, kind: str = "", name: str = "cache") -> None:
-    """Gives a module a weight cache, its attribute ``name``. Loading a state dict clears it."""
+def add_cache(module: Any, layouts: Layouts, name: str = "cache") -> None:
+    """Gives a module, whose parameters are set, a weight cache: its attribute ``name``. Loading a state dict clears
+    it."""
     if name not in vars(module):
         module.register_load_state_dict_post_hook(functools.partial(_clear_cache, name))
-    setattr(module, name, WeightCache(layouts, kind, module))
+    shapes = [tuple(param.shape) for param in module.parameters()]
+    setattr(module, name, WeightCache(layouts, f"{type(module).__qualname__} {layouts} {shapes}", module))
 
 
 def _clear_cache(name: str, module: Any, _: Any) -> None:
@@ -270,11 +263,10 @@ def _clear_cache(name: str, module: Any, _: Any) -> None:
 
 def own_cache(module: Any, name: str = "cache") -> WeightCache | None:
     """The module's cache; None for copies that share its attributes, such as nn.DataParallel's replicas, which keep
-    nothing. Nor do graphs that another process will run."""
+    nothing."""
     cache: WeightCache = getattr(module, name)
-    # In compiled code they share one: right, but each quantizes what the other has replaced.
-    if torch.compiler.is_compiling():
-        return None if _is_for_another_process() else cache
+    if torch.compiler.is_compiling():  # they share one: right, but each quantizes what the other has replaced
+        return cache
     if cache.owner is None or cache.owner() is None:
         cache.owner = weakref.ref(module)  # a deep copy
     return cache if cache.owner() is module else None
@@ -327,8 +319,10 @@ def groups_of(weights: ExpertWeights, expert: ExpertSpec) -> tuple[tuple[Any, ..
 
 def copies_for(cache: WeightCache | None, weights: ExpertWeights, expert: ExpertSpec = SWIGLU) -> Copies | None:
     """The cache's copies for these weights of experts; none without a cache, or for fake weights, such as those of
-    torch.export: buffers are real."""
+    torch.export: buffers are real. Nor do graphs that another process will run have any."""
     if cache is None or isinstance(weights.w1, FakeTensor):
+        return None
+    if torch.compiler.is_compiling() and _is_for_another_process():
         return None
     return cache.buffers(groups_of(weights, expert))
 
@@ -349,7 +343,8 @@ def pack_weights(weights: ExpertWeights, copies: Copies | None, frozen: bool) ->
     * or, of those that FSDP gathered in FP8, stand-ins with the parameters' shapes, then values and scales.
     """
     if copies is not None:
-        return [*weights, *copies.pack(frozen)]
+        buffers = (t for operand in copies.operands for t in operand)
+        return [*weights, *buffers, None if frozen else copies.steps]
     if not isinstance(weights.w1, Fp8GatheredWeight):
         return weights.pack() if isinstance(weights.w1, Fp8Weight) else [*weights]
     stand_ins = (None if w is None else w.stand_in() for w in weights)
@@ -384,8 +379,6 @@ class WeightOperands:
                 self.copies, self.held = copies, copies.lock
         elif len(packed) > _COUNT:
             values = ExpertWeights.unpack(packed[-2 * _COUNT :])
-            if len(packed) > 2 * _COUNT and self.like.w3 is None and len(groups_of(self.like, expert)[0]) > 1:
-                raise ValueError("fp8_all_gather has padded gate and up as one; keep them as w1 and w3")
         self.groups = groups_of(values, expert)
 
     def of_forward(self) -> tuple[list[Fp8Weight], Generations | None]:

@@ -60,7 +60,13 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 class _RunsLayer(AddsLora):
-    """Mixin of experts whose call is a layer without its router. Parameters of an ``ep_group`` are DTensors."""
+    """Mixin of experts whose call is a layer without its router. Parameters of an ``ep_group`` are DTensors.
+
+    Attributes:
+        for_layer: returns the record that a layer takes.
+    """
+
+    for_layer: Callable[[], Experts]
 
     def register(self, weights: dict[str, Tensor | None], ep_group: dist.ProcessGroup | DeviceMesh | None) -> None:
         """Registers this rank's weights as parameters, and the checks of a state dict."""
@@ -71,9 +77,7 @@ class _RunsLayer(AddsLora):
                 weight = nn.Parameter(spread(weight, mesh) if mesh else weight, weight.is_floating_point())
             self.register_parameter(name, weight)
         self.ep_group = None if mesh is None else mesh.get_group()
-        self.register_load_state_dict_pre_hook(_check_stored)
-        if mesh is not None:
-            self.register_load_state_dict_pre_hook(_spread_plain_weights)
+        self.register_load_state_dict_pre_hook(_prepare_state)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         super()._apply(*args, **kwargs)
@@ -108,10 +112,6 @@ class _RunsLayer(AddsLora):
         if not self._forward_pre_hooks:
             super().register_forward_pre_hook(_unwrap_scores)
         return super().register_forward_pre_hook(hook, **options)
-
-    def for_layer(self) -> Experts:
-        """The record that a layer takes."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -364,8 +364,7 @@ def _unwrap_scores(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def add_cache(module: Any) -> None:
     """Gives a module, whose ``config`` and parameters are set, a weight cache for :func:`cache_of`."""
-    layouts, shapes = module.config.kept_layouts, [tuple(param.shape) for param in module.parameters()]
-    operands.add_cache(module, layouts, kind=f"{type(module).__qualname__} {layouts} {shapes}")
+    operands.add_cache(module, module.config.kept_layouts)
 
 
 def cache_of(module: Any, frozen: bool) -> WeightCache | None:
@@ -377,12 +376,14 @@ def cache_of(module: Any, frozen: bool) -> WeightCache | None:
     return own_cache(module)
 
 
-def _check_stored(
-    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
+def _prepare_state(
+    module: "_RunsLayer", state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
 ) -> None:
     """Refuses bytes of stored weights as values, and values as bytes, which PyTorch would convert as numbers. Both
-    kinds of experts have a ``w2``, and ``strict=False`` passes over the names that differ."""
-    for name, param in module.named_parameters(recurse=False):
+    kinds of experts have a ``w2``, and ``strict=False`` passes over the names that differ.
+
+    Lets experts of an ``ep_group`` load plain tensors of all experts, each rank its own."""
+    for name, param in module.named_parameters():
         value = state.get(prefix + name)
         if not isinstance(value, Tensor):
             continue
@@ -392,22 +393,14 @@ def _check_stored(
                 f"{prefix}{name} is {value.dtype}, and {type(module).__name__} keeps it as {param.dtype}; load weights "
                 "that are stored in FP8 by RoutedExperts.from_fp8, and others into RoutedExperts"
             )
-
-
-def _spread_plain_weights(
-    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: bool, *lists: list[str]
-) -> None:
-    """Lets spread experts load plain tensors of all experts, each rank its own."""
-    for name, weight in module.named_parameters():
-        plain = state.get(prefix + name)
-        if not isinstance(weight, DTensor) or plain is None or isinstance(plain, DTensor):
+        if module.ep_group is None or not isinstance(param, DTensor) or isinstance(value, DTensor):
             continue
-        if plain.shape == weight.shape:
-            spread_over = weight.device_mesh, weight.placements
-            state[prefix + name] = distribute_tensor(plain, *spread_over, src_data_rank=None)
+        if value.shape == param.shape:
+            spread_over = param.device_mesh, param.placements
+            state[prefix + name] = distribute_tensor(value, *spread_over, src_data_rank=None)
         else:
             lists[-1].append(  # the errors
-                f"{prefix}{name} is {tuple(plain.shape)}, and the experts of all ranks are {tuple(weight.shape)}; "
+                f"{prefix}{name} is {tuple(value.shape)}, and the experts of all ranks are {tuple(param.shape)}; "
                 "make DTensors of weights that each rank saved for itself, then load them: "
                 f"DTensor.from_local(weight, experts.{name}.device_mesh, experts.{name}.placements)"
             )
@@ -442,9 +435,10 @@ class Fp8FlowLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        config = Fp8FlowMoEConfig() if config is None else config
-        require_config(config, "Fp8FlowLinear", "wgrad", *CACHE)
-        self._configure(config)
+        _check_dtype(self.weight.dtype)
+        self.config = Fp8FlowMoEConfig() if config is None else config
+        require_config(self.config, "Fp8FlowLinear", "wgrad", *CACHE)
+        add_cache(self)
 
     @staticmethod
     def convert(module: nn.Linear, config: Fp8FlowMoEConfig) -> None:
@@ -456,7 +450,8 @@ class Fp8FlowLinear(nn.Linear):
         if (reason := Fp8FlowLinear.why_not(module)) is not None:
             raise ValueError(f"only {reason} can be Fp8FlowLinear, not {module}")
         module.__class__ = Fp8FlowLinear
-        cast(Fp8FlowLinear, module)._configure(config)
+        cast(Fp8FlowLinear, module).config = config
+        add_cache(module)
 
     @staticmethod
     def why_not(module: nn.Linear) -> str | None:
@@ -466,11 +461,6 @@ class Fp8FlowLinear(nn.Linear):
         if module.in_features % BLOCK or module.out_features % BLOCK:
             return f"a linear with dims that are multiples of {BLOCK}"
         return None if module.weight.dtype in (torch.bfloat16, torch.float32) else "a linear in bf16 or fp32"
-
-    def _configure(self, config: Fp8FlowMoEConfig) -> None:
-        _check_dtype(self.weight.dtype)
-        self.config = config
-        add_cache(self)
 
     def fp8_matrices(self) -> list[str]:
         return ["weight"]

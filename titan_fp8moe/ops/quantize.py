@@ -48,16 +48,18 @@ class Fp8Weight(NamedTuple):
         Raises:
             ValueError: for other shapes or dtypes.
         """
-        sizes = [recipe.padded(size) for size in q.shape[1:]]
-        if q.dtype != FP8 or q.dim() != 3 or scale.shape != (q.shape[0], *(size // BLOCK for size in sizes)):
+        sizes, scale = [recipe.padded(size) for size in q.shape[1:]], block_scales(scale)
+        fits = q.dim() == 3 and scale.shape == (q.shape[0], *(size // BLOCK for size in sizes))
+        if not fits or q.dtype != FP8 or scale.dtype not in SCALE_BITS:
             raise ValueError(
-                f"FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block; got {tuple(q.shape)} {q.dtype} "
-                f"and {tuple(scale.shape)}"
+                "FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block, a number in fp32 or bf16, or an "
+                f"e8m0 exponent in float8_e8m0fnu or uint8; got {tuple(q.shape)} {q.dtype} and {tuple(scale.shape)} "
+                f"{scale.dtype} (int32 may hold one or four)"
             )
         if sizes != [*q.shape[1:]]:
             padding = 0, sizes[1] - q.shape[2], 0, sizes[0] - q.shape[1]
             q = torch.nn.functional.pad(q.detach().view(torch.uint8), padding).view(FP8)
-        weight = cls(q.detach().contiguous(), block_scales(scale))
+        weight = cls(q.detach().contiguous(), scale)
         if scales == "exact" or weight.scale.dtype == E8M0:
             return weight
         rounded = cls(torch.empty_like(weight.q), torch.empty_like(weight.scale, dtype=E8M0))
@@ -88,20 +90,9 @@ class Fp8Weight(NamedTuple):
 
 def block_scales(scale: Tensor) -> Tensor:
     """A checkpoint's block scales as the GEMMs read them, by their dtype: numbers in fp32 or bf16, or exponents in e8m0
-    or uint8.
-
-    Raises:
-        ValueError: for another dtype.
-    """
+    or uint8."""
     scale = scale.detach().contiguous()
-    if scale.dtype == torch.uint8:
-        return scale.view(E8M0)
-    if scale.dtype not in SCALE_BITS:
-        raise ValueError(
-            f"the scales of FP8 weights are {scale.dtype}; pass numbers in fp32 or bf16, or e8m0 exponents in "
-            "float8_e8m0fnu or uint8, one per block (int32 may hold one or four)"
-        )
-    return scale
+    return scale.view(E8M0) if scale.dtype == torch.uint8 else scale
 
 
 def _quantize_weight(weights: list[Tensor], plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
