@@ -47,10 +47,20 @@ class AddsLora(nn.Module):
                 several ranks.
         """
         present = self.adaptable()
-        stored = isinstance(present["w1"], Fp8Weight)
-        dtype = dtype or (torch.bfloat16 if stored else present["w1"].dtype)
-        weights = list(present) if weights is None else weights
-        self._check_lora(weights)
+        w1, weights = present["w1"], list(present) if weights is None else weights
+        if self.lora_scale is not None:
+            raise RuntimeError("these experts have adapters already; call merge_lora() first, or make new experts")
+        if set(weights) - set(present):
+            raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(present)}")
+        stored = isinstance(w1, Fp8Weight)
+        if stored and self.ep_group is not None:
+            raise RuntimeError(
+                "experts stored in FP8 take adapters in one process only; over ep_group give routed_experts(lora=) "
+                "the rank's, or adapt bf16 RoutedExperts"
+            )
+        if sharded_by_fsdp(w1, self.ep_group):
+            raise RuntimeError("FSDP has sharded these experts; call add_lora before fully_shard")
+        dtype = dtype or (torch.bfloat16 if stored else w1.dtype)
         self.requires_grad_(False)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         for name in (name for name in present if name in weights):
@@ -67,21 +77,6 @@ class AddsLora(nn.Module):
     def adaptable(self) -> dict[str, Any]:
         """The weights that adapters may have, by the names of :class:`Lora`."""
         return {name: weight for name in Lora._fields if (weight := getattr(self, name)) is not None}
-
-    def _check_lora(self, weights: Sequence[str]) -> None:
-        if self.lora_scale is not None:
-            raise RuntimeError("these experts have adapters already; call merge_lora() first, or make new experts")
-        present = self.adaptable()
-        if set(weights) - set(present):
-            raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(present)}")
-        w1 = present["w1"]
-        if isinstance(w1, Fp8Weight) and self.ep_group is not None:
-            raise RuntimeError(
-                "experts stored in FP8 take adapters in one process only; over ep_group give routed_experts(lora=) "
-                "the rank's, or adapt bf16 RoutedExperts"
-            )
-        if sharded_by_fsdp(w1, self.ep_group):
-            raise RuntimeError("FSDP has sharded these experts; call add_lora before fully_shard")
 
     def reset_lora_parameters(self) -> None:
         """Draws A and sets B to zero. One seed draws the same adapters for any number of ranks."""
