@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 from unittest.mock import Mock
@@ -27,6 +28,7 @@ from tests.layer import assert_equal, generations, refused
 from tests.patched import undone
 from tests.processes import call
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.torchao import is_moe
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
@@ -38,12 +40,17 @@ OFFLOAD = ["--training.enable_cpu_offload"]
 FILTER, GATHER = "--fp8_flow_moe.filter_fqns=layers.1.", "--fp8_flow_moe.fp8_all_gather"
 
 
-def test_converted_layers_can_be_pickled():
+def test_converted_layers_can_be_pickled(monkeypatch: pytest.MonkeyPatch):
+    """Their kernels compile meanwhile, with the ptxas that a job has."""
+    begun: list[str] = []
+    for name in ("use_inductors_ptxas", "begin"):
+        monkeypatch.setattr(warm_up, name, functools.partial(begun.append, name))
     config = make_config("--fp8_flow_moe.cache_weights")
     model = make_model(config, "cpu")
     with torch.no_grad():
         model.init_weights()
     convert(config, model)
+    assert begun == ["use_inductors_ptxas", "begin"]
     for layer in (model.layers["0"].feed_forward, model.layers["1"].moe):
         other = pickle.loads(pickle.dumps(layer))
         assert [type(module) for module in other.modules()] == [type(module) for module in layer.modules()]

@@ -4,8 +4,10 @@ import functools
 import itertools
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -231,17 +233,28 @@ def test_a_kernel_that_fails(record, tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", [dict(), dict(rank="1"), dict(cpus=1), dict(gpus=0)], ids=str)
 def test_who_begins(how, monkeypatch):
     """One rank of a node of Hopper GPUs, with CPUs to spare. Its process sees none, and takes itself for no rank."""
-    begun: list[Any] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, env, **_: begun.append((command[1:], env)))
+    begun, popen = [], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, env, **io: begun.append((command[1:], env)) or popen("/bin/cat", **io)
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(how.get("cpus", 2)))
     monkeypatch.setattr(os, "environ", {"LOCAL_RANK": how.get("rank", "0"), "TORCHELASTIC_RUN_ID": "a job"})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: how.get("gpus", 1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", warm_up.grouped_mm._is_hopper.__wrapped__)  # nothing cached
-    begin.__wrapped__()
+    process = begin.__wrapped__()
     assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir
     expected = {"LOCAL_RANK": "0", "TRITON_CACHE_DIR": triton.knobs.cache.dir, "CUDA_VISIBLE_DEVICES": ""}
     assert begun == ([] if how else [(["-m", "titan_fp8moe.kernels.compile"], expected)])
+    if process is not None:  # it ends with this process, though a fork of it goes on
+        assert not os.get_blocking(process.stdin.fileno())
+        if (fork := os.fork()) == 0:
+            time.sleep(time_limit(60))
+            os._exit(0)
+        process.stdin.close()
+        assert process.wait(time_limit(20)) == 0
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
 
 
 def test_a_process_that_has_ended_costs_nothing(monkeypatch):

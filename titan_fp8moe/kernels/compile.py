@@ -56,7 +56,7 @@ def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
     _launches[:] = recorded(layers)
     driver.set_active(NO_GPU)
     cpus = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # a rank needs one
-    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES)), FORK) as pool:
+    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES, len(_launches))), FORK) as pool:
         done = [pool.submit(_compile, index) for index in range(len(_launches))]
     return sum(future.exception() is not None for future in done)
 

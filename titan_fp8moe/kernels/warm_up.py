@@ -91,7 +91,7 @@ def _send(kind: Hashable, *call: Any) -> None:
     seen.add(kind)
     if (process := begin()) is not None:
         environment = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-        with contextlib.suppress(OSError):  # where the process has ended already
+        with contextlib.suppress(OSError, ValueError):  # where the process has ended, or this one is a fork
             cast(Any, process.stdin).write(pickle.dumps(pickle.dumps((environment, *call))))
 
 
@@ -119,4 +119,8 @@ def begin() -> subprocess.Popen | None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TORCHELASTIC_RUN_ID", None)  # it is no rank
     command = [sys.executable, "-m", "titan_fp8moe.kernels.compile"]
-    return subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment)
+    process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment)
+    stdin = cast(Any, process.stdin)
+    os.set_blocking(stdin.fileno(), False)  # a message that does not fit is dropped
+    os.register_at_fork(after_in_child=stdin.close)  # a worker that outlives this process would keep the other
+    return process

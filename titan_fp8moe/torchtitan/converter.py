@@ -60,9 +60,11 @@ class Fp8FlowMoEConverter(ModelConverter):
 
     def convert(self, model: nn.Module) -> None:
         found = dict(model.named_modules())
+        layers = {name: m for name, m in found.items() if isinstance(m, MoE)}
+        shared = {f"{name}.{SHARED}" for name in layers}
         plan = make_plan(
-            {name: m for name, m in found.items() if isinstance(m, MoE)},
-            {name: m for name, m in found.items() if name.split(".")[-1] in (SHARED, DENSE)},
+            layers,
+            {name: m for name, m in found.items() if name in shared or name.split(".")[-1] == DENSE},
             {name: m for name, m in found.items() if isinstance(m, nn.Linear)},
             self.config,
             check_layer=lambda name, layer: job_checks.check_layer(name, layer, self.config, self.layout),
@@ -87,6 +89,7 @@ class Fp8FlowMoEConverter(ModelConverter):
             elif part.kind == LINEAR:
                 Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
         if fp8 and preflight.trains_here():
+            warm_up.use_inductors_ptxas()
             warm_up.begin()
             watched = {part.name for part in fp8 if part.kind != SHARED}
             metrics.watch({name: getattr(m, "experts", m) for name, m in model.named_modules() if name in watched})

@@ -137,7 +137,7 @@ class Fp8FlowMoE(MoE):
     experts: Fp8FlowExperts  # pyrefly: ignore[bad-override-mutable-attribute] # converted with the layer
 
     @staticmethod
-    def convert(moe: Any, config: Fp8FlowMoEConfig, fp8_shared: bool = False, in_fsdp: bool = False) -> None:
+    def convert(moe: Any, config: Fp8FlowMoEConfig, fp8_shared: bool = False, in_fsdp: bool = True) -> None:
         moe.__class__ = Fp8FlowMoE
         moe.fp8_shared = fp8_shared
         if fp8_shared:

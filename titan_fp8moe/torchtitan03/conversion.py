@@ -131,6 +131,7 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
     if not fp8:
         return
     if preflight.trains_here():
+        warm_up.use_inductors_ptxas()
         warm_up.begin()
     for part in fp8.values():
         if part.kind != MOE:  # shared experts before their layer
