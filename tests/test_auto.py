@@ -8,7 +8,7 @@ from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
 from titan_fp8moe.dispatch.symmetric.workspace import ROWS, NoRoom, Sizes, Workspace
 from titan_fp8moe.layer import statistics
-from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.trainer import auto_dispatch, preflight
 
 

@@ -14,7 +14,8 @@ from tests.processes import run_script
 from tests.test_transformers import make_model
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts
 from titan_fp8moe.export_fp8 import fp8_tensors
-from titan_fp8moe.nn.modules import Fp8FlowLinear, fp8_parameters
+from titan_fp8moe.nn.linear import Fp8FlowLinear
+from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.experts import Fp8FFN
 from titan_fp8moe.trainer.plan import plain_name

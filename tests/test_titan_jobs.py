@@ -22,7 +22,7 @@ from tests.processes import call, ended_well, run_script, run_workers
 from titan_fp8moe import record_routing, replay_routing
 from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.trainer import cpu, plan, preflight
 from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts
 from titan_fp8moe.versions import installed

@@ -14,7 +14,8 @@ from titan_fp8moe.layer.run import routed_experts
 from titan_fp8moe.layer.weights import SharedExperts
 from titan_fp8moe.nn.grouped_ffn import grouped_ffn
 from titan_fp8moe.nn.grouped_mm import grouped_mm
-from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.nn.linear import Fp8FlowLinear
+from titan_fp8moe.nn.modules import RoutedExperts
 from titan_fp8moe.nn.offload import offload_experts
 from titan_fp8moe.nn.parallel import clip_grad_norm_, distributed_data_parallel, parameter_groups
 from titan_fp8moe.nn.routing_replay import record_routing, replay_routing

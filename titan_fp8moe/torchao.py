@@ -24,7 +24,8 @@ from torchao.quantization import quant_api
 
 from titan_fp8moe import patches
 from titan_fp8moe.config import CACHE, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
-from titan_fp8moe.nn.modules import Fp8FlowLinear, RoutedExperts
+from titan_fp8moe.nn.linear import Fp8FlowLinear
+from titan_fp8moe.nn.modules import RoutedExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.versions import warn_about_versions
 

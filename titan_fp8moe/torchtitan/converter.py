@@ -20,7 +20,7 @@ from titan_fp8moe import SAVED_OPS, patches
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer.operands import after_optimizer_step
-from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight

@@ -18,7 +18,8 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import Biases
-from titan_fp8moe.nn.modules import Fp8FlowLinear, add_cache
+from titan_fp8moe.nn.linear import Fp8FlowLinear
+from titan_fp8moe.nn.modules import add_cache
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.torchtitan03 import names as tt
 from titan_fp8moe.torchtitan03.lora import AdaptedExperts, make_factors

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.trainer import plan, preflight
 from titan_fp8moe.trainer.experts import Fp8FFN

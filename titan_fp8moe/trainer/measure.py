@@ -19,7 +19,7 @@ from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens, converted
 

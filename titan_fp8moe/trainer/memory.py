@@ -32,7 +32,7 @@ from torch import nn
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
-from titan_fp8moe.nn.modules import Fp8FlowLinear
+from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
 from titan_fp8moe.trainer import auto_dispatch
