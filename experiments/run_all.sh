@@ -123,13 +123,18 @@ train llama3_1b 1 530 --model llama3_1b "${dense[@]}"
 train llama3_8b 1 530 --model llama3_8b --layers 8 "${dense[@]}"
 
 both=(fp8_flow:dispatch=symmetric fp8_flow:dispatch=all_to_all bf16)
-train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]}"
+train 2gpus 2 530 --layers 8 --attention sdpa --variants fp8_flow "${both[@]:0:2}"
 # Whole models, three runs each. dispatch = "auto" changes its way after 20 steps, or later where it waits for the routing.
 strongest=bf16_fused:checkpointing=saved,ep=1
 whole=(--attention sdpa --steps 30 --seeds 0 1 2)
 train 16b_default 4 590 --attention sdpa --steps 60 --seeds 0 1 --variants fp8_flow "${both[0]}"
 never=(-- --parallelism.fsdp_reshard_after_forward=never) # both sides gain; the strongest bf16 then takes 133 GiB
-train 16b_14_layers 2 590 --layers 14 --attention sdpa --steps 80 --routing model --variants fp8_flow "$strongest" "${never[@]}"
+train 16b_14_layers 2 590 --layers 14 --attention sdpa --variants fp8_flow "${both[0]}" "${both[0]},checkpointing=none" \
+    "$strongest" bf16_fused:checkpointing=none,ep=1 "${never[@]}"
+train 16b_14_own_routing 2 590 --layers 14 --attention sdpa --steps 80 --routing model --variants fp8_flow "$strongest" "${never[@]}"
+train 16b_6_layers 2 400 "${six[@]}" --variants "${both[0]}" "$strongest" bf16
+train qwen3_16_layers 2 590 --model qwen3_30b --layers 16 --attention sdpa --variants "${both[0]}" "${both[0]},recompute=experts" \
+    bf16_fused:ep=1 bf16_fused:checkpointing=full,ep=1
 train 16b 4 590 "${whole[@]}" --variants "${both[0]}" "$strongest" "${never[@]}"
 train 16b_batch1 4 590 "${whole[@]}" --local-batch 1 --variants "${both[0]}" "$strongest" bf16
 train 16b_batch8 4 590 "${whole[@]}" --local-batch 8 --variants "${both[0]},recompute=experts" "$strongest" bf16
