@@ -74,9 +74,6 @@ def recorded(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[Laun
     for kernel, tensors, constants in launches:
         args = tuple(_pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
         unique[kernel, *kernel._key(0, args, constants)[0]] = kernel, args, constants
-    # Triton 3.6's hash of a kernel depends on which others were hashed before, so this keeps the order of launches.
-    for kernel, *_ in unique.values():
-        _ = kernel.kernel.cache_key
     return sorted(reversed(unique.values()), key=lambda item: "gemm" not in item[0].kernel.__module__)
 
 

@@ -51,6 +51,9 @@ class Kernel:
         self._interpreted = not isinstance(kernel, JITFunction)
         if self._interpreted:
             return
+        # Triton 3.6's hash of a kernel depends on which others were hashed before. Hashed at import, a kernel has the
+        # same in all processes.
+        _ = kernel.cache_key
         constants = [param.is_constexpr or param.name in bound for param in kernel.params]
         num_args = len(constants) - sum(constants)
         self._specialized = [not param.do_not_specialize for param in kernel.params[:num_args]]
