@@ -42,6 +42,7 @@ from titan_fp8moe.layer.run import Experts, Shared, experts_of, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.ops import Fp8Weight, backend
 from titan_fp8moe.spec import ExpertSpec
+from titan_fp8moe.torchtitan import converter, dry_run
 
 T, K, E, D, H = 96, 2, 4, 256, 128
 
@@ -309,6 +310,17 @@ def kernels_of_job(*arguments: str) -> set[str]:
     return launched(found)
 
 
+def announced_kernels(*arguments: str) -> set[str]:
+    """The launches of which a job tells the process when its model is converted."""
+    sent: list[bytes] = []
+    converter.preflight.trains_here = lambda: True
+    warm_up.begin = lambda: told_to(sent)
+    sys.argv = ["dry_run", *arguments]
+    dry_run.from_command_line("")
+    warm_up.begin = begin
+    return set().union(*map(ahead, sent))
+
+
 def kernels_of_16b(T: int) -> set[str]:
     """The launches of a MoE layer of 16B and of its dense FFN on one of eight ranks. FSDP gathers FFNs in bf16. Under
     EP 8 it leaves experts alone, which are in fp32."""
@@ -330,3 +342,9 @@ def kernels_of_16b(T: int) -> set[str]:
 def test_the_kernels_of_a_job():
     job = "train_configs/deepseek_v3_16b.toml", "--training.local_batch_size=1", "--training.seq_len=256"
     assert call(kernels_of_job, *job) == call(kernels_of_16b, 256)
+
+
+@pytest.mark.parametrize("name, ranks", [("deepseek_v3_16b", 1), ("deepseek_v3_16b", 2), ("qwen3_30b_a3b", 1)])
+def test_a_job_announces_its_kernels(name, ranks):
+    job = f"train_configs/{name}.toml", f"--world-size={ranks}", "--parallelism.expert_parallel_degree=1"
+    assert call(announced_kernels, *job) == call(kernels_of_job, *job)

@@ -28,7 +28,8 @@ def main() -> None:
     use_inductors_ptxas()
     release = "torchtitan" if (installed("torchtitan") or "").startswith("0.2.") else "torchtitan03"
     adapter = importlib.import_module(f"titan_fp8moe.{release}.dry_run")
-    if failed := compile_all(layers(adapter.from_command_line(__doc__))):
+    built = adapter.from_command_line(__doc__)
+    if failed := compile_all(layers(built.parts, built.tokens, built.moe_of)):
         sys.exit(f"error: {failed} kernels failed; the job compiles what is missing")
     print(f"The job's kernels for Hopper GPUs are in {knobs.cache.dir}")
 

@@ -5,8 +5,8 @@ after the other. The process begun here, :mod:`titan_fp8moe.kernels.compile`, ge
 op, and compiles its kernels in parallel. Nobody waits for it: a launch finds its kernel in the cache, or compiles it as
 ever. So a process that fails costs nothing but time.
 
-A torchtitan job begins it when its model is converted, so that it imports PyTorch meanwhile. Elsewhere it begins with
-the first message: at a layer's first call, or when ``torch.compile`` traces an op.
+A torchtitan job begins it when its model is converted, and announces its layers then. Elsewhere, and for layers that
+ranks share, it begins with the first message: at a layer's first call, or when ``torch.compile`` traces an op.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE
 from typing import Any, cast
@@ -27,9 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from triton import knobs
 
 from titan_fp8moe.kernels.gemm import grouped_mm
+from titan_fp8moe.kernels.launch import recording
 
 seen: set[Hashable] = set()
 """The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
+_announces: list[bool] = []
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,18 @@ class Like:
 def is_due(kind: Hashable, x: Tensor) -> bool:
     """Whether a layer of that kind, called with ``x``, is one for :func:`compile_ahead`."""
     traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-    return x.is_cuda and not traced and kind not in seen
+    return (x.is_cuda or bool(_announces)) and not traced and kind not in seen
+
+
+@contextlib.contextmanager
+def announcing() -> Iterator[None]:
+    """Layers that are called on meta tensors in the meantime are due, and launch nothing."""
+    _announces.append(True)
+    try:
+        with recording():
+            yield
+    finally:
+        _announces.pop()
 
 
 def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> None:

@@ -21,7 +21,7 @@ from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer.operands import after_optimizer_step
 from titan_fp8moe.nn.linear import Fp8FlowLinear
-from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, metrics, parallel
+from titan_fp8moe.torchtitan import compiling, first_hour, job_checks, meta, metrics, parallel
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward, Fp8FlowMoE, why_not_fp8
 from titan_fp8moe.trainer import auto_dispatch, compat, preflight
 from titan_fp8moe.trainer.ahead import keep_host_ahead
@@ -53,6 +53,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         self.config: Fp8FlowMoEConfig = cast(Any, job_config).fp8_flow_moe
         self.why_all_to_all = job_checks.why_all_to_all(job_config)
         self.tensor_shards = parallel_dims.tp
+        self.tokens = meta.tokens_of(job_config, parallel_dims)
         self.fsdp_has_work = preflight.fsdp_has_work(job_config, self.layout, parallel_dims)
         self.converts_linears = any(name.startswith("quantize.linear") for name in job_config.model.converters)
         preflight.check_dispatch(self.config, self.layout)
@@ -90,7 +91,8 @@ class Fp8FlowMoEConverter(ModelConverter):
                 Fp8FlowLinear.convert(cast(nn.Linear, part.module), self.config)
         if fp8 and preflight.trains_here():
             warm_up.use_inductors_ptxas()
-            warm_up.begin()
+            if warm_up.begin() is not None and self.layout.expert_shards == self.tensor_shards == 1:
+                meta.announce((part.module for part in fp8), self.tokens)
             watched = {part.name for part in fp8 if part.kind != SHARED}
             metrics.watch({name: getattr(m, "experts", m) for name, m in model.named_modules() if name in watched})
 

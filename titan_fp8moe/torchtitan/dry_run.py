@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed import ParallelDims
@@ -28,13 +28,13 @@ from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec
 from torchtitan.tools import utils
 
-from titan_fp8moe.nn.modules import KeepDtype
 from titan_fp8moe.torchtitan.compiling import why_eager, why_submodules
 from titan_fp8moe.torchtitan.converter import NAME
 from titan_fp8moe.torchtitan.job_checks import check_job, why_all_to_all
-from titan_fp8moe.torchtitan.modules import Fp8FlowExperts, Fp8FlowFeedForward, Fp8FlowMoE
+from titan_fp8moe.torchtitan.meta import moe_of, tokens_of
+from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 from titan_fp8moe.trainer import dry_run, measure, memory
-from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
+from titan_fp8moe.trainer.dry_run import Built
 from titan_fp8moe.trainer.preflight import compiles_model, expert_layout
 
 
@@ -107,13 +107,7 @@ def _build(config: JobConfig, rank: int, world_size: int) -> Built:
     model += f"converters {', '.join(config.model.converters) or 'none'}"
     if NAME not in config.model.converters:
         model += f"; {NAME} is not among them, so this package converts nothing"
-    layout, training = expert_layout(config, dims), config.training
-    fsdp_casts, compute_dtype = dims.fsdp_enabled or dims.ep_enabled, TORCH_DTYPE_MAP[training.mixed_precision_param]
-    # Under autocast the residual stream and its norms stay in the parameters' dtype.
-    dtype = compute_dtype if fsdp_casts else TORCH_DTYPE_MAP[training.dtype]
-    autocast = not (fsdp_casts or dims.tp_enabled or dims.pp_enabled)
-    tokens = Tokens(layout.tokens, dtype, compute_dtype, autocast)
-    return Built(config, rank, dims, layout, model, parts, tokens, _moe)
+    return Built(config, rank, dims, expert_layout(config, dims), model, parts, tokens_of(config, dims), moe_of)
 
 
 def memory_job(config: JobConfig, dims: ParallelDims) -> memory.Job:
@@ -126,7 +120,7 @@ def memory_job(config: JobConfig, dims: ParallelDims) -> memory.Job:
         dims,
         TORCH_DTYPE_MAP[training.mixed_precision_param if casts else training.dtype],
         head="output",
-        moe_of=_moe,
+        moe_of=moe_of,
         keeps=functools.partial(_keeps, checkpoint),
         recomputed=checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns,
         hides=lambda block: compiles_model(config) and _hides_ops(block),
@@ -150,20 +144,6 @@ def _hides_ops(block: Any) -> bool:
     if not block.moe_enabled and not isinstance(block.feed_forward, Fp8FlowFeedForward):
         return False
     return why_submodules(block) is not None or why_eager(block) is not None
-
-
-def _moe(module: Any) -> MetaMoE | None:
-    if not isinstance(module, Fp8FlowMoE):
-        return None
-    inside = [*module.modules()]  # compile and checkpoints may wrap them
-    experts: Any = next(m for m in inside if isinstance(m, Fp8FlowExperts))
-    shared = next((m for m in inside if isinstance(m, Fp8FlowFeedForward)), None)
-
-    def forward(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-        experts.set_meshes(experts.ep_mesh, None)
-        return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)
-
-    return MetaMoE(experts, experts, shared, cast(Any, module.router).top_k, True, forward)
 
 
 def _load(path: str | None, overrides: list[str]) -> JobConfig:

@@ -236,23 +236,26 @@ class MetaMoE(NamedTuple):
         return self.forward(tokens.rows(self.experts.matrices().w2.shape[1]), *tokens.routing(self.top_k))
 
 
-def converted(built: Built) -> Iterator[tuple[str, MetaMoE | Fp8FFN | Fp8FlowLinear]]:
-    """The rank's converted modules by name. Shared experts that join a MoE layer are in its record."""
+MoeOf = Callable[[Any], MetaMoE | None]
+
+
+def converted(parts: list[nn.Module], moe_of: MoeOf) -> Iterator[tuple[str, MetaMoE | Fp8FFN | Fp8FlowLinear]]:
+    """The converted modules by name. Shared experts that join a MoE layer are in its record."""
     joined: set[nn.Module | None] = set()
-    for name, module in [named for part in built.parts for named in part.named_modules()]:
-        if (moe := built.moe_of(module)) is not None:
+    for name, module in [named for part in parts for named in part.named_modules()]:
+        if (moe := moe_of(module)) is not None:
             joined.add(moe.shared)
             yield plan.plain_name(name), moe
         elif module not in joined and isinstance(module, Fp8FFN | Fp8FlowLinear):
             yield plan.plain_name(name), module
 
 
-def layers(built: Built) -> Iterator[Callable[[], Tensor]]:
+def layers(parts: list[nn.Module], tokens: Tokens, moe_of: MoeOf) -> Iterator[Callable[[], Tensor]]:
     """Forwards of :func:`converted` modules on meta tensors. They change the modules, and run once each."""
-    for _, module in converted(built):
+    for _, module in converted(parts, moe_of):
         if not isinstance(module, MetaMoE):
-            yield functools.partial(built.tokens.run, module)
+            yield functools.partial(tokens.run, module)
             continue
-        yield functools.partial(module.run, built.tokens)
+        yield functools.partial(module.run, tokens)
         if cast(Any, module.routed).config.dispatch == "auto":
-            yield functools.partial(module.run_over_symmetric_memory, built.tokens)
+            yield functools.partial(module.run_over_symmetric_memory, tokens)

@@ -86,7 +86,7 @@ class Inputs(NamedTuple):
 def layers(built: Built) -> Iterator[Layer]:
     """The converted layers of a rank's model on the meta device, one of each shape. See :func:`dry_run.layers`."""
     seen = []
-    for name, module in converted(built):
+    for name, module in converted(built.parts, built.moe_of):
         layer = _layer(name, built.tokens.count, module)
         if (layer.top_k, layer.shapes) not in seen:
             seen.append((layer.top_k, layer.shapes))

@@ -175,7 +175,9 @@ def estimate(job: Job, parts: Sequence[nn.Module]) -> Estimate | None:
 def report(job: Job, built: Built, why_all_to_all: str | None) -> list[str]:
     """How tokens travel and what memory that takes, in up to three lines of a dry run's report."""
     lines, changes = [], False
-    routed: list[Any] = [layer.routed for _, layer in converted(built) if isinstance(layer, MetaMoE)]
+    routed: list[Any] = [
+        layer.routed for _, layer in converted(built.parts, built.moe_of) if isinstance(layer, MetaMoE)
+    ]
     if routed:
         way, changes = auto_dispatch.describe(routed[0].config, built.layout, why_all_to_all)
         lines += [f"dispatch  {way.removeprefix('dispatch ')}"] * bool(way)
