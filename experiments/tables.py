@@ -543,6 +543,15 @@ def long_run(records: Records) -> Rows:
         yield [f"{name.partition(': ')[2]}, {bf16['unit']}", *(f"{value:{digits}}" for value in values), *apart]
 
 
+@table("", "bf16", "FP8 from bf16, 95%", "by seed", "bf16, one bit changed, by seed")
+def triples(records: Records) -> Rows:
+    for name, shape in records.named("triples: .*"):
+        r = first(records.of(name, shape))
+        seeds = (", ".join(f"{apart:+.2%}" for apart in r[key]) for key in ("each", "changed"))
+        ours = f"{r['value']:+.2%} ± {r['half_width']:.2%}"
+        yield [name.partition(": ")[2], f"{r['reference_value']:.4f}", ours, *seeds]
+
+
 @table("model, what is FP8", "", "held-out loss", "training loss, last 50 steps")
 def from_checkpoints(records: Records) -> Rows:
     """Losses after training on from bf16's checkpoints, relative to bf16's, with intervals of the runs' spread."""
