@@ -132,7 +132,7 @@ never=(-- --parallelism.fsdp_reshard_after_forward=never) # both sides gain; the
 train 16b_14_layers 2 590 --layers 14 --attention sdpa --variants fp8_flow "${both[0]}" "${both[0]},checkpointing=none" \
     "$strongest" bf16_fused:checkpointing=none,ep=1 "${never[@]}"
 train 16b_14_own_routing 2 590 --layers 14 --attention sdpa --steps 80 --routing model --variants fp8_flow "$strongest" "${never[@]}"
-train 16b_6_layers 2 400 "${six[@]}" --variants "${both[0]}" "$strongest" bf16
+train 16b_6_layers 2 400 "${six[@]}" --variants "${both[0]}" "$strongest" bf16 naive_blockwise
 train qwen3_16_layers 2 590 --model qwen3_30b --layers 16 --attention sdpa --variants "${both[0]}" "${both[0]},recompute=experts" \
     bf16_fused:ep=1 bf16_fused:checkpointing=full,ep=1
 train 16b 4 590 "${whole[@]}" --variants "${both[0]}" "$strongest" "${never[@]}"
