@@ -296,7 +296,7 @@ def test_every_op_has_a_case():
 def test_specifications_cross_an_op():
     """Every field with its type, also a group whose name has the separators, and numbers that JSON does not have."""
     experts = ExpertSpec(), ExpertSpec("clamped_swiglu", True, (math.inf, 0.1, -1e-300), True, True)
-    loras = None, LoraSpec(2.0, None, 1 / 3, fused=True)
+    loras = None, LoraSpec((2.0, None, 1 / 3), fused=True)
     for name, expert, lora, flag in itertools.product(("", '|:,"]\\é'), experts, loras, (False, True)):
         route = Route("symmetric", 4, 1.75, name)
         backward = BackwardSpec("none", "fp8", "bf16", "frozen")

@@ -45,7 +45,7 @@ def rows(x: torch.Tensor) -> Rows:
 def figures(x, a, dy, dh, weights, token_M, wgrad="balanced") -> dict[str, float]:
     offsets = torch.tensor([token_M.shape[0]], dtype=torch.int32, device=DEVICE)
     pairs = [
-        tuple(statistics.Operand(kind, rows(t), 1, t.shape[1]) for kind, t in pair.items())
+        tuple((kind, rows(t), 1, t.shape[1]) for kind, t in pair.items())
         for pair in (dict(x=x, dh=dh), dict(a=a, dy=dy))
     ]
     gate, down, up = weights

@@ -9,7 +9,8 @@ output go, and gradients of tokens and scores come back::
 Between the two the layer computes what does not depend on the rows in flight. No transfer outlives the op that starts
 it.
 
-A new backend is one file with a class like :class:`Dispatch`, and a line in :data:`titan_fp8moe.dispatch.BACKENDS`.
+A new backend is one file with a class like :class:`Dispatch`, a line in :data:`titan_fp8moe.dispatch.BACKENDS`, and a
+name in the setting ``dispatch``.
 """
 
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -114,8 +115,11 @@ class Dispatch(Protocol):
     def resume(cls, state: Any, routing: Routing, route: Route, dim: int) -> "Dispatch":
         """Continues a forward's dispatch in its backward, from its ``state`` and ``routing``. ``dim`` is D."""
 
-    def interrupted(self) -> None:
-        """Called when an error ends the op between two verbs, while other ranks may wait."""
+    def __enter__(self) -> None:
+        """Begins the part of an op in which verbs run."""
+
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        """Ends it, or an error does between two verbs, while other ranks may wait."""
 
     def send(self, rows: Rows) -> Pending:
         """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""

@@ -43,18 +43,15 @@ def check_inputs(
     fits = fits and dtype == w2.dtype == up.dtype and (stored or dtype in (torch.bfloat16, torch.float32))
     if not fits or not (gated or w3 is None):
         got = ", ".join("None" if w is None else f"{tuple(w.shape)} {w.dtype}" for w in weights)
-        shapes = "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None"
-        if not gated:
-            shapes = f"activation {expert.activation!r} has no gate: w1 must be (E, H, D) with w3 None"
-        raise ValueError(f"{shapes}, and w2 (E, D, H), all of one dtype, bf16 or fp32; got {got}")
+        raise ValueError(
+            "w1 and w3 must be (E, H, D), or w1 (E, 2H, D) with w3 None, and w2 (E, D, H), all of one dtype, bf16 or "
+            f"fp32; without a gate, as of 'relu2', w1 must be (E, H, D) with w3 None; got {got}"
+        )
     if expert.interleaved and parts == 1:
         raise ValueError("interleaved says how one w1 (E, 2H, D) holds gate and up; give it with w3 None and a gate")
     D = rows[1]
     if D % STEP or H % STEP:
-        raise ValueError(
-            f"D and H must be multiples of {STEP}, since kernels move rows in steps of {STEP} bytes; got D {D} and H "
-            f"{H}; pad the model with zeros"
-        )
+        raise ValueError(f"D and H must be multiples of {STEP}; got D {D} and H {H}; pad the model with zeros")
     if stored:
         _check_stored(weights)
     check_device(x_TD)
@@ -96,14 +93,10 @@ def check_shared(shared: SharedExperts, x_TD: Tensor, expert: ExpertSpec) -> Non
     fits = fits and (scores is None or (scores.shape, scores.dtype, scores.device) == ((T,), torch.float32, device))
     given = {name: tensor for name, tensor in zip(shared._fields, shared, strict=True) if tensor is not None}
     if not fits or not _of_one_kind({name: w for name, w in given.items() if name != "scores"}, device):
-        shapes = f"w1 and w3 (H, {D}), H a multiple of 16"
-        if not expert.gated:
-            shapes = f"w1 (H, {D}), H a multiple of 16, with w3 None, as {expert.activation!r} has no gate"
-        elif not expert.interleaved:
-            shapes += f", or w1 (2H, {D}) with w3 None, H a multiple of 128"
         raise ValueError(
-            f"shared must have {shapes}, and w2 ({D}, H), all bf16 or all fp32 on {device}, and scores ({T},) fp32 or "
-            f"None; got {_described(given)}"
+            f"shared must have w1 and w3 (H, {D}), H a multiple of 16, or w1 (2H, {D}) with w3 None, H a multiple of "
+            f"128, unless the routed experts are interleaved; without a gate, as of 'relu2', w1 (H, {D}) with w3 None; "
+            f"w2 ({D}, H); all bf16 or all fp32 on {device}; scores ({T},) fp32 or None; got {_described(given)}"
         )
 
 
@@ -118,14 +111,12 @@ def _check_stored(weights: ExpertWeights[Any]) -> None:
         if not sizes or not here or w.q.dtype != FP8 or w.scale.dtype not in SCALE_BITS:
             raise ValueError(
                 f"{name} must be contiguous e4m3 (E, N, K), N and K multiples of 128, with scales (E, N // 128, "
-                f"K // 128) in e8m0, fp32 or bf16 on its device; got {tuple(w.shape)} {w.dtype} on {w.q.device} and "
-                f"{tuple(w.scale.shape)} {w.scale.dtype} on {w.scale.device}; Fp8Weight.of_blocks converts DeepSeek's "
-                "format"
+                f"K // 128) in e8m0, fp32 or bf16 on its device; got {_described(w._asdict())}; Fp8Weight.of_blocks "
+                "converts DeepSeek's format"
             )
         if torch.is_grad_enabled() and (w.q.requires_grad or w.scale.requires_grad):
             raise ValueError(
-                f"{name} is stored in FP8 and requires a gradient, but an optimizer's step is far smaller than the "
-                "distance of two e4m3 values; freeze it with requires_grad_(False), or train bf16 or fp32 weights"
+                f"{name} is stored in FP8 and requires a gradient; freeze it with requires_grad_(False), or train bf16"
             )
 
 
@@ -133,7 +124,7 @@ def check_device(x: Tensor) -> None:
     """Rejects a GPU that is not the current one, on which kernels would run."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         raise ValueError(
-            f"x is on {x.device}, but kernels run on the current device, {torch.cuda.current_device()}; call "
+            f"x is on {x.device}, and kernels run on the current device {torch.cuda.current_device()}; call "
             "torch.cuda.set_device"
         )
 

@@ -38,19 +38,11 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.dispatch import BACKENDS, Pairs
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Returned
+from titan_fp8moe.layer import group
 from titan_fp8moe.layer.ffn import FFN, WeightGrads
-from titan_fp8moe.layer.group import (
-    FORWARD_OPS,
-    ffn_of_group,
-    group_backward,
-    group_forward,
-    group_weight_grads,
-    matrix_grads,
-)
-from titan_fp8moe.layer.lora import NO_LORA, lora_operands
+from titan_fp8moe.layer.lora import NO_LORA, Lora, lora_operands
 from titan_fp8moe.layer.operands import WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import (
-    Halfway,
     Inputs,
     LayerSpec,
     Saved,
@@ -107,7 +99,7 @@ def _routed_experts_forward(
             shared_rows = shared_rows._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
         q, scale = sent = Rows(*ops.quantize_rows(x_TD, nan_flag))
-    try:
+    with tokens:
         with operands.held:
             # The operands are made while the counts travel to the host, or else while the tokens travel.
             pending = None if tokens.syncs_host else tokens.send(sent)
@@ -125,13 +117,10 @@ def _routed_experts_forward(
         pending, shared_y = tokens.send_back(y, None, ffn.row_bias()), None
         del y
         if shared_rows is not None:
-            shared_ffn = ffn_of_group(shared_rows, spec.shared_expert, spec.shared_backward, D)
+            shared_ffn = group.ffn_of_group(shared_rows, spec.shared_expert, spec.shared_backward, D)
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
-            shared_y, saved_shared = group_forward(shared_ffn, shared_rows, shared_operands)
+            shared_y, saved_shared = group.group_forward(shared_ffn, shared_rows, shared_operands)
         out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
-    except BaseException:
-        tokens.interrupted()
-        raise
     saved = Saved(tokens.state, tokens.routing, arrived, a, generations, saved_shared, hidden)
     return [out, *pack(saved_flags(spec), saved)]
 
@@ -148,7 +137,8 @@ def _routed_experts_hidden_gradients(
     nan_flags: Tensor | None,
     layer: str,
 ) -> list[Tensor]:
-    """The first half of a backward, :class:`Halfway`: the layer's second cast, and gradients of the hidden rows.
+    """The first half of a backward: the layer's second cast, and gradients of the hidden rows, as
+    :class:`titan_fp8moe.layer.ffn.HiddenGradients` of the routed and of any shared experts.
 
     ``saved``: of the forward. ``needs_dx``, ``needs_dbias``: whether x, or any bias, needs a gradient.
     """
@@ -157,13 +147,13 @@ def _routed_experts_hidden_gradients(
     (T, D), routing, shared = dout_TD.shape, of_forward.routing, None
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
     ffn, operands = _ffn(spec, routing, biases, adapters, D), WeightOperands(weights, spec.expert)
-    try:
+    with tokens:
         if spec.shared:
             q, scale, column_scale, _ = ops.quantize_group(dout_TD, nan_flag)
             pending, saved_shared = tokens.send(Rows(q[:T], scale[:T])), of_forward.shared_with_q
-            shared_ffn = ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, D)
+            shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, D)
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
-            shared = group_backward(shared_ffn, saved_shared, shared_operands, Rows(q, column_scale), needs_dx)
+            shared = group.group_backward(shared_ffn, saved_shared, shared_operands, Rows(q, column_scale), needs_dx)
             if spec.shared_scored:
                 shared = shared._replace(ds_M=cast(Tensor, shared.ds_M)[:T])
             del q, scale, column_scale
@@ -177,10 +167,7 @@ def _routed_experts_hidden_gradients(
             dy = tokens.receive(pending)
             del pending
             routed = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
-    except BaseException:
-        tokens.interrupted()
-        raise
-    return pack(halfway_flags(spec, needs_dx, needs_dbias), Halfway(routed, shared))
+    return pack(halfway_flags(spec, needs_dx, needs_dbias), (routed, shared))
 
 
 def _routed_experts_gradients(
@@ -215,7 +202,7 @@ def _routed_experts_gradients(
     dw: Any = WeightGrads()
     dw_shared = dw
     adapter_grads: list[Tensor | None] = [None] * len(needed.adapters)
-    try:
+    with tokens:
         if with_dx:
             with operands.held:
                 dx_MD = ffn.product(routed.dh, operands.transposed(0, of_forward.generations), ffn.lora.w13_t, dim)
@@ -230,17 +217,14 @@ def _routed_experts_gradients(
                 dw = ffn.weight_grads(x, routed, operands, needed.weights)
             if any(needed.adapters):
                 found = ffn.lora_grads(x, routed)
-                adapter_grads = [found.get(name) for name in spec.lora.fields]
+                adapter_grads = [grad for name in Lora._fields for grad in found.get(name, ())]
         if shared is not None and any(needed.shared):
             saved_shared = of_forward.shared_with_q
-            shared_ffn = ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, dim)
+            shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, dim)
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
-            dw_shared = group_weight_grads(shared_ffn, saved_shared, shared, shared_operands, needed.shared)
+            dw_shared = group.group_weight_grads(shared_ffn, saved_shared, shared, shared_operands, needed.shared)
         if pending is not None:
             returned = tokens.finish(pending, dtype, addend)
-    except BaseException:
-        tokens.interrupted()
-        raise
     ds_T = shared.ds_M.clone() if needed.shared_scores else None
     dbiases: Any = needed.biases
     if ffn.biases and routed.dbias is not None:
@@ -253,7 +237,7 @@ _forward_op = custom_op(_routed_experts_forward)
 _hidden_gradients_op = custom_op(_routed_experts_hidden_gradients, of_backward=True)
 _gradients_op = custom_op(_routed_experts_gradients, of_backward=True)
 
-SAVED_OPS = (_forward_op, *FORWARD_OPS)
+SAVED_OPS = (_forward_op, *group.FORWARD_OPS)
 """The ops that per-op activation checkpointing must keep."""
 
 
@@ -311,11 +295,9 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):  # pyrefly: ignore[bad-override] # one gradient per argument
         spec, layer, needs = ctx.spec, ctx.layer, list(ctx.needs_input_grad[:-1])
         needed = Inputs.of(needs, spec.expert.biased)
-        saved, parameters = list(ctx.saved_tensors), []
-        for size in ctx.sizes:
-            parameters.append(saved[:size])
-            saved = saved[size:]
-        values, shared, biases, adapters = parameters
+        tensors = iter(ctx.saved_tensors)
+        values, shared, biases, adapters = [[next(tensors) for _ in range(size)] for size in ctx.sizes]
+        saved = list(tensors)
         weights, shared = ctx.weights or ExpertWeights.unpack(values), ExpertWeights(*shared)
         with weights.on_device() as on_device:
             packed = _packed(ctx, spec, on_device, shared)
@@ -327,7 +309,7 @@ class ExpertsFunction(torch.autograd.Function):
         grads = unpack(gradients_flags(needed), iter(flat))
         dw, dw_shared, dbiases = grads.weights.apart(weights), NO_WEIGHTS, grads.biases
         if spec.shared:
-            dw_shared = matrix_grads(grads.shared, shared)
+            dw_shared = group.matrix_grads(grads.shared, shared)
         if ctx.placements is not None:
             of_weights, of_biases = ctx.placements
             dw = ExpertWeights(*map(place_as, dw, of_weights))

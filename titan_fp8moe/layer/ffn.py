@@ -29,7 +29,6 @@ from titan_fp8moe.dispatch.base import in_expert_order
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.lora import NO_LORA, GemmLora, LoraOperands
 from titan_fp8moe.layer.operands import WeightOperands
-from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import Biases, ExpertWeights
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.rows import Routing, RowBias, Rows
@@ -166,9 +165,8 @@ class FFN(NamedTuple):
             self._record(x, grads, operands)
         return WeightGrads(dw13, dw2)
 
-    def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, Tensor]:
-        """Gradients of the adapters by :attr:`titan_fp8moe.layer.lora.LoraSpec.fields`. ``x``: as in
-        :meth:`weight_grads`."""
+    def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, tuple[Tensor, Tensor]]:
+        """Gradients of the adapters' A and B, by weight. ``x``: as in :meth:`weight_grads`."""
         w13, w2, offsets_E, result = self.lora.w13, self.lora.w2, self.routing.offsets_E, {}
         if w13 is not None:
             result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
@@ -187,8 +185,8 @@ class FFN(NamedTuple):
         columns = self.expert.rows_per_unit * H
         parts = 1 if self.expert.interleaved else self.expert.rows_per_unit
         pairs = [
-            (Operand("x", self.in_expert_order(x), 1, D), Operand("dh", grads.dh, parts, columns // parts)),
-            (Operand("a", cast(Rows, grads.a), 1, H), Operand("dy", grads.dy, 1, D)),
+            (("x", self.in_expert_order(x), 1, D), ("dh", grads.dh, parts, columns // parts)),
+            (("a", cast(Rows, grads.a), 1, H), ("dy", grads.dy, 1, D)),
         ]
         offsets_E, token_M = self.routing.offsets_E, self.routing.token_M
         statistics.record(pairs, operands.groups, offsets_E, token_M, self.backward.wgrad)

@@ -33,17 +33,17 @@ def _group_flops(x_shape, weights, *_: Any, **__: Any) -> int:
     return _product_flops(group_rows(x_shape[0]), weights)
 
 
-def _hidden_flops(rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec) -> int:
-    """FLOPs of the first half of an FFN's backward."""
-    again = [] if backward.keeps_hidden else _gate_up(weights)
-    return _product_flops(rows, [weights[1], *again])
+def _hidden_flops(
+    rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec, with_dx: bool = False
+) -> int:
+    """FLOPs of the first half of an FFN's backward, which makes the input's gradient of one group of rows."""
+    products = with_dx + (not backward.keeps_hidden)
+    return _product_flops(rows, weights[1:2]) + products * _product_flops(rows, _gate_up(weights))
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.feed_forward_hidden_gradients)
 def _ffn_hidden_flops(dy_shape, saved, needs_dx, dtype, weights, nan_flags, backward, **_: Any) -> int:
-    rows = group_rows(dy_shape[0])
-    dgrad = _product_flops(rows, _gate_up(weights)) if needs_dx else 0
-    return _hidden_flops(rows, weights, decode(BackwardSpec, backward)) + dgrad
+    return _hidden_flops(group_rows(dy_shape[0]), weights, decode(BackwardSpec, backward), needs_dx)
 
 
 def _wgrad_flops(rows: int, weights: Sequence[torch.Size | None], needed: Sequence[Any]) -> int:
@@ -78,11 +78,10 @@ def _forward_flops(
 def _layer_hidden_flops(
     dout, saved, needs_dx, needs_dbias, weights, shared_weights, biases, adapters, flags, layer, out_shape
 ) -> int:
-    spec, rows, shared_rows = decode(LayerSpec, layer), out_shape[0][0], group_rows(dout[0])
-    flops = _hidden_flops(rows, weights, spec.backward)
+    spec = decode(LayerSpec, layer)
+    flops = _hidden_flops(out_shape[0][0], weights, spec.backward)
     if spec.shared:
-        flops += _hidden_flops(shared_rows, shared_weights, spec.shared_backward)
-        flops += _product_flops(shared_rows, _gate_up(shared_weights)) if needs_dx else 0
+        flops += _hidden_flops(group_rows(dout[0]), shared_weights, spec.shared_backward, needs_dx)
     return flops
 
 

@@ -23,15 +23,7 @@ from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
-from titan_fp8moe.layer.operands import (
-    SWIGLU,
-    Generations,
-    WeightCache,
-    WeightOperands,
-    aliases,
-    copies_for,
-    pack_weights,
-)
+from titan_fp8moe.layer.operands import SWIGLU, WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import (
     SavedGroup,
     group_flags,
@@ -41,7 +33,6 @@ from titan_fp8moe.layer.saved import (
     unpack,
     weight_grads_flags,
 )
-from titan_fp8moe.layer.statistics import Operand
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import BLOCK, STEP
@@ -218,8 +209,7 @@ def _check_input(x: Tensor, D: int) -> torch.dtype:
     """The result's dtype, for x that fits the weights and the kernels."""
     if x.shape[-1] != D or x.numel() // D > MAX_ROWS:
         raise ValueError(
-            f"x is {tuple(x.shape)} and the weights take {D}; the last dim must be that, and kernels take at most "
-            f"{MAX_ROWS} rows: use smaller microbatches"
+            f"x is {tuple(x.shape)} and the weights take {D}; kernels take at most {MAX_ROWS} rows: use smaller batches"
         )
     check_device(x)
     device = "cpu" if x.is_meta else x.device.type  # autocast knows no meta
@@ -240,7 +230,7 @@ def _linear(x_TK: Tensor, weights: list[Tensor | None], nan_flags: Tensor | None
     with operands.held:
         (weight,), generations = operands.of_forward()
         y = _first_rows(ops.grouped_mm(q, scale, *weight, end, dtype), x_TK)
-    return [y, q, scale, end, *([generations.w13] if generations else [])]
+    return [y, q, scale, end, *(generations or ())]
 
 
 def _linear_backward(
@@ -254,19 +244,19 @@ def _linear_backward(
 ) -> list[Tensor]:
     """Gradients of x (T, K) in ``dtype`` and of the weight (1, N, K), if they are needed. ``saved``: of the forward; q
     and scale are None where the weight is frozen."""
-    q, scale, end, *generation = cast(list[Any], saved)
+    q, scale, end, *generations = cast(list[Any], saved)
     dy_q, _, dy_scale, _ = ops.quantize_group(dy_TN, None if nan_flags is None else nan_flags[DY])
     x, dy, operands, grads = Rows(q, scale), Rows(dy_q, dy_scale), WeightOperands(weights), []
     w, (needs_dx, needs_dw) = operands.like.w1, needs
     if needs_dx:
         with operands.held:
-            w_t = operands.transposed(0, Generations(*generation) if generation else None)
+            w_t = operands.transposed(0, generations or None)
             grads.append(ops.grouped_mm(*dy, *w_t, end, dtype)[: dy_TN.shape[0]])
     if needs_dw:
         grads.append(weight_grads(dy, x, None, end, wgrad, (w,)))
     if statistics.collecting() and q is not None:
         _, N, K = w.shape
-        statistics.record([(Operand("x", x, 1, K), Operand("dy", dy, 1, N))], operands.groups, end, None, wgrad)
+        statistics.record([(("x", x, 1, K), ("dy", dy, 1, N))], operands.groups, end, None, wgrad)
     return grads
 
 

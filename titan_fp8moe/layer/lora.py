@@ -64,25 +64,17 @@ class LoraSpec(NamedTuple):
     """A :class:`Lora` apart from its tensors.
 
     Attributes:
-        w1, w2, w3: the adapters' scales; None for a weight without one.
+        scales: of the adapters of w1, w2 and w3; None for a weight without one.
         fused: whether w1 is all of GEMM 1's weight.
     """
 
-    w1: float | None
-    w2: float | None
-    w3: float | None
+    scales: tuple[float | None, ...]
     fused: bool
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the adapters' tensors, such as ``w1_A``, in the order of flat lists."""
-        names = [name for name, scale in zip(Lora._fields, self[:3], strict=True) if scale is not None]
-        return tuple(f"{name}_{factor}" for name in names for factor in "AB")
 
     def adapters(self, tensors: Sequence[Tensor]) -> Lora:
         """The inverse of :func:`split_lora`."""
         pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return Lora(*(None if scale is None else Adapter(*next(pairs), scale) for scale in self[:3]))
+        return Lora(*(None if scale is None else Adapter(*next(pairs), scale) for scale in self.scales))
 
 
 def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, list[Tensor]]:
@@ -94,8 +86,8 @@ def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, 
     present = {name: adapter for name, adapter in zip(Lora._fields, lora, strict=True) if adapter is not None}
     for name, adapter in present.items():
         _check_adapter(name, adapter, weights[Lora._fields.index(name)])
-    scales = [None if adapter is None else float(constant(adapter.scale)) for adapter in lora]
-    return LoraSpec(*scales, fused=weights[2] is None), [t for a in present.values() for t in (a.A, a.B)]
+    scales = tuple(None if adapter is None else float(constant(adapter.scale)) for adapter in lora)
+    return LoraSpec(scales, weights[2] is None), [t for adapter in present.values() for t in (adapter.A, adapter.B)]
 
 
 def _check_adapter(name: str, adapter: Adapter, weight: Any) -> None:
@@ -144,16 +136,16 @@ class GemmLora(NamedTuple):
                 yield name, adapter, a_ERK[:, ranks, :K], b[:, at, :, :rows, ranks]
                 first += r
 
-    def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> dict[str, Tensor]:
-        """Gradients by :attr:`LoraSpec.fields`, each in its tensor's dtype.
+    def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Gradients of A and B by weight, each in its tensor's dtype.
 
         Args:
             x: the GEMM's input; dy: the gradient of its output; both in expert order.
         """
         grads = {}
         for name, (A, B, scale), a, b in self.parts(*ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)):
-            grads[f"{name}_A"] = a.to(A.dtype).clone(memory_format=torch.contiguous_format)
-            grads[f"{name}_B"] = b.flatten(1, 2).to(B.dtype) * scale
+            a = a.to(A.dtype).clone(memory_format=torch.contiguous_format)
+            grads[name] = a, b.flatten(1, 2).to(B.dtype) * scale
         return grads
 
 

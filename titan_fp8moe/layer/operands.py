@@ -293,13 +293,6 @@ def after_optimizer_step(*_: Any) -> None:
 # --- weights in an op -------------------------------------------------------------------------------------------------
 
 
-class Generations(NamedTuple):
-    """The results of :func:`titan_fp8moe.ops.refresh_weight` for each operand, (2,) int32."""
-
-    w13: Any
-    w2: Any = None
-
-
 SWIGLU = ExpertSpec()
 _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
@@ -381,21 +374,21 @@ class WeightOperands:
             values = ExpertWeights.unpack(packed[-2 * _COUNT :])
         self.groups = groups_of(values, expert)
 
-    def of_forward(self) -> tuple[list[Fp8Weight], Generations | None]:
+    def of_forward(self) -> tuple[list[Fp8Weight], list[Tensor] | None]:
         """w13 (E, 2H, D), gate and up in one, or up alone without a gate, and w2 (E, D, H), unless there is none. And
-        generations of the copies, if these are kept."""
+        the generation of each one's copies, (2,) int32, if these are kept."""
         if not self.kept:
             return [ops.quantize_weight(*group) for group in self.groups], None
         made = [self._refresh(at) for at in range(len(self.kept))]
-        return [operand.plain for operand in self.kept], Generations(*made)
+        return [operand.plain for operand in self.kept], made
 
-    def plain(self, at: int, generations: Generations | None) -> Fp8Weight:
+    def plain(self, at: int, generations: list[Tensor] | None) -> Fp8Weight:
         """An operand once more, for a backward: that of the forward with these ``generations``."""
         if generations is None:
             return ops.quantize_weight(*self.groups[at])
         return self._kept(at, generations[at]).plain
 
-    def transposed(self, at: int, generations: Generations | None) -> Fp8Weight:
+    def transposed(self, at: int, generations: list[Tensor] | None) -> Fp8Weight:
         """A backward's operand, the transpose of :meth:`plain`."""
         if generations is None:
             return ops.quantize_weight_transposed(*self.groups[at])

@@ -5,7 +5,8 @@ tensors cross: it returns the record with a flag in place of each. :func:`pack` 
 depth first.
 
 A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. From both the
-first op of a backward makes :class:`Halfway`, and from all of these the second makes gradients, as :class:`Inputs`.
+first op of a backward makes :class:`HiddenGradients`, and from all of these the second makes gradients, as
+:class:`Inputs`.
 """
 
 import functools
@@ -17,7 +18,6 @@ from torch import Tensor
 from titan_fp8moe.dispatch import BACKENDS, Route
 from titan_fp8moe.layer.ffn import Hidden, HiddenGradients, WeightGrads
 from titan_fp8moe.layer.lora import LoraSpec
-from titan_fp8moe.layer.operands import Generations
 from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights
 from titan_fp8moe.rows import GroupRows, Routing, Rows
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec
@@ -104,7 +104,7 @@ class SavedGroup(NamedTuple):
 
     rows: GroupRows
     a: Rows | None
-    generations: Generations | None
+    generations: list[Tensor] | None
     hidden: Hidden | None
 
 
@@ -126,7 +126,7 @@ class Saved(NamedTuple):
     routing: Routing
     arrived: Any
     a: Rows | None
-    generations: Generations | None
+    generations: list[Tensor] | None
     shared: SavedGroup | None
     hidden: Hidden | None
 
@@ -137,6 +137,9 @@ class Saved(NamedTuple):
         if shared.rows.q is not None or not isinstance(self.arrived, Rows):
             return shared
         return shared._replace(rows=shared.rows._replace(q=self.arrived.q))
+
+
+_GENERATIONS: Any = (True, True)  # of w13 and w2
 
 
 def _hidden_flags(backward: BackwardSpec) -> Any:
@@ -150,8 +153,8 @@ def group_flags(
     """A :class:`SavedGroup` of flags; without ``hidden`` what is left after the backward's first op."""
     keeps: Any = backward.keeps_rows
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
-    generations = _all(Generations) if kept else None
-    return SavedGroup(rows, _rows(backward.keeps_operand), generations, _hidden_flags(backward) if hidden else None)
+    h = _hidden_flags(backward) if hidden else None
+    return SavedGroup(rows, _rows(backward.keeps_operand), _GENERATIONS if kept else None, h)
 
 
 @functools.cache
@@ -166,7 +169,7 @@ def saved_flags(spec: LayerSpec, hidden: bool = True) -> Saved:
         routing=_all(Routing),
         arrived=_all(kind.Arrived) if backward.keeps_rows else None,
         a=_rows(backward.keeps_operand),
-        generations=_all(Generations) if spec.kept else None,
+        generations=_GENERATIONS if spec.kept else None,
         shared=shared,
         hidden=_hidden_flags(backward) if hidden else None,
     )
@@ -209,13 +212,6 @@ class Inputs(NamedTuple):
         return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
 
 
-class Halfway(NamedTuple):
-    """A backward between its two ops, of the routed experts and of any shared ones."""
-
-    routed: HiddenGradients
-    shared: HiddenGradients | None
-
-
 def hidden_gradients_flags(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
     """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags, without an ``a`` that the forward has saved.
     ``more``: its last fields."""
@@ -224,11 +220,11 @@ def hidden_gradients_flags(backward: BackwardSpec, scored: bool, **more: Any) ->
 
 
 @functools.cache
-def halfway_flags(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> Halfway:
-    """A :class:`Halfway` of flags."""
+def halfway_flags(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> tuple[HiddenGradients, HiddenGradients | None]:
+    """Flags of what a layer's backward has between its two ops, of the routed experts and of any shared ones."""
     routed = hidden_gradients_flags(spec.backward, True, dbias=needs_dbias)
     shared = hidden_gradients_flags(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
-    return Halfway(routed, shared)
+    return routed, shared
 
 
 def gradients_flags(needs: Inputs) -> Inputs:

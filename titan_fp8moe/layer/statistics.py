@@ -9,16 +9,16 @@ flushing and rounding follow from it on the host.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels.launch import is_recording
-from titan_fp8moe.layer.weights import Weight
 from titan_fp8moe.recipe import BLOCK, FP8, FP8_NAN
 from titan_fp8moe.rows import Rows
 
@@ -54,15 +54,9 @@ def forget() -> None:
     _counts = None
 
 
-@contextmanager
-def paused() -> Iterator[None]:
+def paused() -> AbstractContextManager[Any]:
     """Suspends counting inside this context."""
-    global _collecting
-    outer, _collecting = _collecting, False
-    try:
-        yield
-    finally:
-        _collecting = outer
+    return mock.patch(f"{__name__}._collecting", False)
 
 
 def take(device: torch.device | str) -> Tensor:
@@ -80,26 +74,15 @@ def _zeros(device: torch.device | str) -> Tensor:
     return torch.zeros(len(KINDS), sum(_SIZES), dtype=torch.int64, device=device)
 
 
-class Operand(NamedTuple):
-    """An operand of a weight gradient, rows in expert order.
-
-    Attributes:
-        kind: of :data:`KINDS`.
-        rows: (M, D) e4m3 with a scale per 1x128 tile.
-        parts: equal parts of the columns, 2 for gate and up.
-        columns: of each part; the others, which pad it to a multiple of 128, do not count.
-    """
-
-    kind: str
-    rows: Rows
-    parts: int
-    columns: int
+Operand = tuple[str, Rows, int, int]
+"""An operand of a weight gradient: its kind, of :data:`KINDS`; its rows (M, D) in expert order; equal parts of their
+columns, 2 for gate and up; the columns of each part. Others, which pad a part to a multiple of 128, do not count."""
 
 
 @torch.no_grad()
 def record(
     pairs: Sequence[tuple[Operand, Operand]],
-    weights: Sequence[Sequence[Weight]],
+    weights: Sequence[Sequence[Tensor | ops.Fp8Weight]],
     offsets_E: Tensor,
     token_M: Tensor | None,
     wgrad: str,
@@ -118,24 +101,23 @@ def record(
     if _counts is None:
         _counts = _zeros(offsets_E.device)
     for pair in pairs:
-        rows = [operand.rows for operand in pair]
-        live_M = torch.ones_like(rows[0].q[:, 0], dtype=torch.bool) if token_M is None else token_M >= 0
+        (_, x, *_), (_, dy, *_) = pair
+        live_M = torch.ones_like(x.q[:, 0], dtype=torch.bool) if token_M is None else token_M >= 0
         balance = [0, 0]
         if wgrad == "balanced":
-            a_M1 = recipe.balance_exponent(rows[0].scale, rows[1].scale).unsqueeze(1)
+            a_M1 = recipe.balance_exponent(x.scale, dy.scale).unsqueeze(1)
             balance = [-a_M1, a_M1]
         # The blocks' scales come from the op itself; its values are not needed.
-        targets = [None, None] if wgrad == "bf16" else ops.transpose_pair(*rows[0], *rows[1], offsets_E, wgrad)[1::2]
-        for operand, moved, target in zip(pair, balance, targets, strict=True):
-            scale = operand.rows.scale
+        targets = [None, None] if wgrad == "bf16" else ops.transpose_pair(*x, *dy, offsets_E, wgrad)[1::2]
+        for (kind, (q, scale), parts, columns), moved, target in zip(pair, balance, targets, strict=True):
             byte_BRG = scale.view(torch.uint8).int().unflatten(0, (-1, BLOCK))
             shift_BRG = torch.zeros_like(byte_BRG)
             if target is not None:
                 source_BRG = (recipe.exponent(scale) + moved).unflatten(0, (-1, BLOCK))
                 shift_BRG = recipe.exponent(target).t().unsqueeze(1) - source_BRG
-            column = torch.arange(operand.rows.q.shape[1], device=scale.device)
-            counts_GL = (column % (column.shape[0] // operand.parts) < operand.columns).view(-1, BLOCK)
-            _add(operand.kind, operand.rows.q, byte_BRG, live_M.view(-1, BLOCK), shift_BRG, counts_GL)
+            column = torch.arange(q.shape[1], device=q.device)
+            counts_GL = (column % (q.shape[1] // parts) < columns).view(-1, BLOCK)
+            _add(kind, q, byte_BRG, live_M.view(-1, BLOCK), shift_BRG, counts_GL)
 
     for ws in weights:
         if isinstance(ws[0], ops.Fp8Weight):

@@ -12,9 +12,6 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.spec import ExpertSpec
 
-Weight = Tensor | Fp8Weight
-"""A weight as the ops read it: bf16 or fp32 values, or values that are quantized already."""
-
 W = TypeVar("W")
 
 

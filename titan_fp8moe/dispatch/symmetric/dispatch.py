@@ -69,8 +69,8 @@ class SymmetricDispatch(Dispatch):
             self.at = workspace.in_flight(route.group_name)
         return self
 
-    def interrupted(self) -> None:
-        if self.at is not None:
+    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
+        if error is not None and self.at is not None:
             self.at.interrupt()
 
     # --- to the experts ---
