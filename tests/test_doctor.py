@@ -118,7 +118,7 @@ def test_what_is_compared(monkeypatch):
     for wrong, near in ((3.25, True), (-3.0, False), (float("nan"), False)):
         got = want.clone()
         got[:4] = wrong
-        assert self_check._same(got.to(recipe.FP8), want.to(recipe.FP8), nearly=True) == near
+        assert self_check.same(got.to(recipe.FP8), want.to(recipe.FP8), nearly=True) == near
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(self_check, "_agrees", lambda case, device: (case.name, device) != ("join_weight", "cuda"))
     assert self_check.self_check() == ["join_weight"]

@@ -5,8 +5,9 @@ makes a forward's dispatch. ``BACKENDS[route.backend].resume`` continues it in t
 :mod:`~titan_fp8moe.dispatch.auto` chooses between steps where the setting is ``auto``.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,21 +24,15 @@ BACKENDS: dict[str, type[Dispatch]] = {
     "all_to_all": AllToAllDispatch,
     "symmetric": SymmetricDispatch,
 }
-"""By name. All but ``local`` serve a group of ranks, and the setting ``dispatch`` takes their names."""
+"""By name. All but ``local`` serve a group of ranks; the setting ``dispatch`` has their names."""
 
 _evenly = False
 
 
-@contextmanager
-def evenly() -> Iterator[None]:
+def evenly() -> AbstractContextManager[Any]:
     """Spreads the tokens of forwards inside this context over all experts alike, whatever the router chose. A router
     may send random tokens, as of a profile, all to one rank."""
-    global _evenly
-    outer, _evenly = _evenly, True
-    try:
-        yield
-    finally:
-        _evenly = outer
+    return mock.patch(f"{__name__}._evenly", True)
 
 
 def begin(pairs: Pairs, route: Route, signature: int, check_ids: bool) -> Dispatch:

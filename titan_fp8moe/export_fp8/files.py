@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8.format import ROUTED, buckets, check_merged, exported, fp32_that_stays
+from titan_fp8moe.ops.self_check import same
 from titan_fp8moe.trainer.plan import plain_name
 
 INDEX = "model.safetensors.index.json"
@@ -172,7 +173,7 @@ class Export:
         written, compared = open_folder(out).tensors, 0
         for found in self.tensors(recipe.quantize_weight):
             for name, want in found.items():
-                if name not in written or not _same(written[name], want):
+                if name not in written or not same(written[name], want):
                     raise ValueError(f"{name} is missing, or differs from the checkpoint's; export again")
                 compared += 1
         return compared
@@ -217,9 +218,3 @@ def _copy_assets(assets: Path, out: Path) -> list[str]:
         elif name.suffix != ".safetensors":
             left.append(str(name))
     return left
-
-
-def _same(got: Tensor, want: Tensor) -> bool:
-    if (got.dtype, got.shape) != (want.dtype, want.shape):
-        return False
-    return torch.equal(*(value.contiguous().flatten().view(torch.uint8) for value in (got, want)))

@@ -5,9 +5,10 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
+from unittest import mock
 
 import torch
 
@@ -95,8 +96,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *douts)
         if not torch.compiler.is_compiling():  # traced without create_graph
             raise RuntimeError(
-                "FP8 layers have no second derivative, but this backward has create_graph=True; leave it out, or use "
-                "bf16 layers where the loss depends on gradients"
+                "FP8 layers have no second derivative, but this backward has create_graph=True; use bf16 layers for it"
             )
         with torch.no_grad():
             return backward(ctx, *douts)
@@ -137,22 +137,16 @@ def use_kernels(x: torch.Tensor) -> bool:
     return is_recording() or (x.is_cuda and not _emulating and (_gate is None or pass_gate()))
 
 
-@contextmanager
-def open_gate() -> Iterator[Callable[[], None] | None]:
-    """Lets kernels run in this context, and yields the gate."""
-    global _gate
-    gate, _gate = _gate, None
-    try:
-        yield gate
-    finally:
-        _gate = gate
+def open_gate() -> AbstractContextManager[Any]:
+    """Lets kernels run in this context."""
+    return mock.patch(f"{__name__}._gate", None)
 
 
 def pass_gate() -> bool:
     """Calls the gate, unless it has been passed."""
     global _gate
-    with open_gate() as gate:
-        if gate is not None:
+    if (gate := _gate) is not None:
+        with open_gate():
             gate()
     _gate = None
     return True

@@ -52,9 +52,8 @@ class Fp8Weight(NamedTuple):
         fits = q.dim() == 3 and scale.shape == (q.shape[0], *(size // BLOCK for size in sizes))
         if not fits or q.dtype != FP8 or scale.dtype not in SCALE_BITS:
             raise ValueError(
-                "FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block, a number in fp32 or bf16, or an "
-                f"e8m0 exponent in float8_e8m0fnu or uint8; got {tuple(q.shape)} {q.dtype} and {tuple(scale.shape)} "
-                f"{scale.dtype} (int32 may hold one or four)"
+                "FP8 weights must be (E, N, K) e4m3 with one scale per 128x128 block, in fp32, bf16 or e8m0, or its "
+                f"bytes; got {tuple(q.shape)} {q.dtype} and {tuple(scale.shape)} {scale.dtype}"
             )
         if sizes != [*q.shape[1:]]:
             padding = 0, sizes[1] - q.shape[2], 0, sizes[0] - q.shape[1]

@@ -60,7 +60,7 @@ def _agrees(case: Case, device: str) -> bool:
     want = _run(case, "cpu")
     _run(case, device)  # launched by Triton, which compiles; the second time by titan_fp8moe.kernels.launch
     got = _run(case, device)
-    return len(want) == len(got) and all(_same(g.cpu(), w, case.nearly) for g, w in zip(got, want, strict=True))
+    return len(want) == len(got) and all(same(g.cpu(), w, case.nearly) for g, w in zip(got, want, strict=True))
 
 
 def _run(case: Case, device: str) -> list[Tensor]:
@@ -68,13 +68,13 @@ def _run(case: Case, device: str) -> list[Tensor]:
     return [results] if isinstance(results, Tensor) else [t for t in results if t.numel()]
 
 
-def _same(got: Tensor, want: Tensor, nearly: bool) -> bool:
+def same(got: Tensor, want: Tensor, nearly: bool = False) -> bool:
     """Bit for bit, or by the norm, of which one e4m3 code in a thousand moves less."""
     if (got.dtype, got.shape) != (want.dtype, want.shape):
         return False
     if nearly:
         return float((got.float() - want.float()).norm()) <= 5e-3 * float(want.float().norm())
-    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+    return torch.equal(*(value.contiguous().flatten().view(torch.uint8) for value in (got, want)))
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ RuntimeError when it is installed, and changes nothing. Installed again it does 
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import nn
@@ -132,15 +133,12 @@ def kept_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     buffers = [buffer for module in modules for buffer in module.buffers()]
     # Of a DTensor its local part: nothing here may communicate, since stages have different buffers.
     buffers = [buffer._local_tensor if isinstance(buffer, DTensor) else buffer for buffer in buffers]
-    saved = [(tensor, None, tensor.clone()) for tensor in flags]  # kernels move no version
-    saved += [(tensor, tensor._version, tensor.clone()) for tensor in buffers]
+    saved = [(tensor.data, tensor.clone()) for tensor in (*flags, *buffers)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, version, value in saved:
-                if version != tensor._version:  # autograd may have saved another buffer, and would object to a copy
-                    tensor.copy_(value)
+        for tensor, value in saved:  # .data: autograd may have saved a buffer, and would object to a new version
+            tensor.copy_(value)
 
 
 def fix_shape_inference() -> None:
@@ -166,15 +164,11 @@ def fix_shape_inference() -> None:
 @contextmanager
 def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
     """Calls modules eagerly that ``Module.compile`` has compiled."""
-    modules: list[Any] = [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]
-    calls = [m._compiled_call_impl for m in modules]
-    for m in modules:
-        m._compiled_call_impl = None
-    try:
+    compiled = [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]
+    with ExitStack() as stack:
+        for module in compiled:
+            stack.enter_context(mock.patch.object(module, "_compiled_call_impl", None))
         yield
-    finally:
-        for m, call in zip(modules, calls, strict=True):
-            m._compiled_call_impl = call
 
 
 def remove_fsdp_hooks(module: nn.Module) -> None:

@@ -6,9 +6,10 @@ adapters' ``job_checks`` have the others, and limits of one release.
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -43,9 +44,6 @@ def expert_layout(job: Any, dims: Any, *, token_shards: int = 1) -> ExpertLayout
 
     Args:
         token_shards: ranks that share a sequence's tokens, besides those of context parallelism.
-
-    Raises:
-        ValueError: the expert degrees do not divide the ranks that they share.
     """
     batch_size = job.parallelism.pipeline_parallel_microbatch_size if dims.pp > 1 else job.training.local_batch_size
     tokens = batch_size * job.training.seq_len // (dims.cp * token_shards)
@@ -53,16 +51,8 @@ def expert_layout(job: Any, dims: Any, *, token_shards: int = 1) -> ExpertLayout
         return ExpertLayout(1, dims.tp, dims.dp_shard * dims.cp, tokens)
     # Expert parallelism also spans the tensor-parallel ranks. torchtitan 0.3 shards no expert then.
     expert_tensor_parallel = getattr(dims, "etp", 1)
-    ranks, shards = dims.dp_shard * dims.cp * dims.tp, dims.ep * expert_tensor_parallel
-    if ranks % shards:
-        degrees = f"parallelism.expert_parallel_degree = {dims.ep}"
-        if expert_tensor_parallel > 1:
-            degrees += f" x expert_tensor_parallel_degree = {expert_tensor_parallel}"
-        raise ValueError(
-            f"{degrees} does not divide data_parallel_shard x context x tensor parallel degree = {ranks}; choose "
-            "degrees that do"
-        )
-    return ExpertLayout(dims.ep, expert_tensor_parallel, ranks // shards, tokens)
+    fsdp_shards = dims.dp_shard * dims.cp * dims.tp // (dims.ep * expert_tensor_parallel)
+    return ExpertLayout(dims.ep, expert_tensor_parallel, fsdp_shards, tokens)
 
 
 def fsdp_has_work(job: Any, layout: ExpertLayout, dims: Any) -> bool:
@@ -185,15 +175,9 @@ def _check_pipeline_schedule(parallelism: Any) -> None:
 _elsewhere = False
 
 
-@contextmanager
-def for_other_machines() -> Iterator[None]:
+def for_other_machines() -> AbstractContextManager[Any]:
     """Within it nothing trains: a job is checked, or a checkpoint exported, without regard for this machine."""
-    global _elsewhere
-    before, _elsewhere = _elsewhere, True
-    try:
-        yield
-    finally:
-        _elsewhere = before
+    return mock.patch(f"{__name__}._elsewhere", True)
 
 
 def trains_here() -> bool:
