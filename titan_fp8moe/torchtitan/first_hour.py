@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 
@@ -12,11 +11,11 @@ _RESUMED = "optimizer", "lr_scheduler", "train_state"  # besides the model, and 
 
 
 def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
-    """Whether torchtitan will resume, and from a checkpoint that is whole and fits the ranks.
+    """Whether torchtitan will resume, and from a checkpoint that fits the ranks. PyTorch says which file is damaged.
 
     Raises:
         ValueError: there are checkpoints, but none that torchtitan would take: it would begin with step 1. Or the one
-            that it takes lacks files or parts of them, holds the model only, or was saved on another number of
+            that it takes has no readable metadata, holds the model only, or was saved on another number of
             data-parallel ranks.
     """
     settings = job.checkpoint
@@ -32,18 +31,20 @@ def check_resumption(job: JobConfig, dims: ParallelDims) -> None:
             f"{folder} has {', '.join(f'step-{n}' for n in sorted(found))}, but no .metadata in any: the saves did not "
             "finish, and torchtitan would begin with step 1; move them away to do so, or set another job.dump_folder"
         )
-    if step in known:
-        _check_checkpoint(found[step], job, dims, before=max((n for n in known if n < step), default=None))
-
-
-def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims, before: int | None) -> None:
-    """``before``: the step of the checkpoint before it, if there is one."""
-    remedy = f"remove {path} to resume from the one before, or set checkpoint.load_step"
-    in_hf = not (path / ".metadata").is_file()
-    keys = [] if in_hf else [*_read_whole(path, remedy).state_dict_metadata]
-    if path.name == "step-0":  # a seed checkpoint that one rank has made: torchtitan loads the model only
+    if step not in known:
         return
-    excluded = job.checkpoint.exclude_from_loading
+    path, before = found[step], max((n for n in known if n < step), default=None)
+    in_hf = not (path / ".metadata").is_file()
+    try:
+        keys = [] if in_hf else [*FileSystemReader(path).read_metadata().state_dict_metadata]
+    except Exception as error:  # unpickling half a file raises many kinds
+        raise ValueError(
+            f"{path / '.metadata'} cannot be read ({error!r}): the checkpoint is damaged; remove {path} to resume from "
+            "the one before, or set checkpoint.load_step"
+        ) from error
+    if step == 0:  # a seed checkpoint that one rank has made: torchtitan loads the model only
+        return
+    excluded = settings.exclude_from_loading
     missing = [name for name in _RESUMED if name not in excluded and not any(key.startswith(name) for key in keys)]
     if missing:
         resume = "" if before is None else f"checkpoint.load_step = {before} to resume from the one before, or "
@@ -59,24 +60,3 @@ def _check_checkpoint(path: Path, job: JobConfig, dims: ParallelDims, before: in
             "the data where it was; set checkpoint.exclude_from_loading = ['dataloader'] to begin the corpus anew. A "
             "dry run has the fewest ranks that the degrees allow, unless --world-size says otherwise"
         )
-
-
-def _read_whole(folder: Path, remedy: str) -> Metadata:
-    """The metadata of a checkpoint whose files are as long as these say.
-
-    Raises:
-        ValueError: the checkpoint is damaged. The message ends with ``remedy``.
-    """
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:  # unpickling half a file raises many kinds
-        path = folder / ".metadata"
-        raise ValueError(f"{path} cannot be read ({error!r}): the checkpoint is damaged; {remedy}") from error
-    ends: dict[Path, int] = {}
-    for part in (metadata.storage_data or {}).values():
-        path = folder / part.relative_path
-        ends[path] = max(ends.get(path, 0), part.offset + part.length)
-    for path, end in ends.items():
-        if (size := path.stat().st_size if path.is_file() else 0) < end:
-            raise ValueError(f"{path} has {size} of {end} bytes: the checkpoint is damaged; {remedy}")
-    return metadata
