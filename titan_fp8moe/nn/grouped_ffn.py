@@ -79,7 +79,16 @@ def grouped_ffn(
         require_config(config, "grouped_ffn", *RECIPE)
     weights: ExpertWeights[Any] = ExpertWeights(w1, w2, w3)
     biases = b1, b2, b3
-    _check_inputs(x, weights, offs, scores, biases)
+    given = [t for t in (x, offs, scores) if t is not None]
+    parameters = [t for t in (*weights, *biases) if t is not None]
+    check_plain("grouped_ffn", "x, offs, scores, weights and biases", *given, *parameters)
+    if x.dim() != 2 or offs.shape != w1.shape[:1] or (scores is not None and scores.shape != x.shape[:1]):
+        shapes = ", ".join(str(tuple(t.shape)) for t in given)
+        raise ValueError(
+            f"grouped_ffn: x must be (M, D), offs (E,) as w1 (E, H, D), and scores (M,) or None; got {shapes} with w1 "
+            f"{tuple(w1.shape)}"
+        )
+    check_ends("grouped_ffn", offs, x.shape[0])
     expert = ExpertSpec.of(activation, activation_parameters, score_before_experts)._replace(interleaved=interleaved)
     experts = experts_of(weights, config, expert, biases, lora)
     if cache is not None and not isinstance(w1, Fp8Weight):
@@ -88,19 +97,3 @@ def grouped_ffn(
     expert_M1 = expert_of_rows(offs, x.shape[0])
     scores_M1 = torch.ones_like(expert_M1, dtype=torch.float32) if scores is None else scores.unsqueeze(1)
     return run_layer(x, expert_M1, scores_M1, experts._replace(check_ids=False))
-
-
-def _check_inputs(
-    x: Tensor, weights: ExpertWeights[Any], offs: Tensor, scores: Tensor | None, biases: tuple[Tensor | None, ...]
-) -> None:
-    """Rejects rows, ends and scores that do not fit; :func:`run_layer` checks the weights."""
-    given = [t for t in (x, offs, scores) if t is not None]
-    parameters = [t for t in (*weights, *biases) if t is not None]
-    check_plain("grouped_ffn", "x, offs, scores, weights and biases", *given, *parameters)
-    shapes = [tuple(t.shape) for t in given]
-    if x.dim() != 2 or offs.shape != weights.w1.shape[:1] or (scores is not None and scores.shape != x.shape[:1]):
-        raise ValueError(
-            f"grouped_ffn: x must be (M, D), offs (E,) as w1 (E, H, D), and scores (M,) or None; got "
-            f"{', '.join(map(str, shapes))} with w1 {tuple(weights.w1.shape)}"
-        )
-    check_ends("grouped_ffn", offs, x.shape[0])

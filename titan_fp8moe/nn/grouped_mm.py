@@ -49,13 +49,6 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
         h = grouped_mm(x, w13.transpose(1, 2), offs)  # w13 (E, 2H, D)
     """
-    _check_inputs(x, w, offs)
-    refuse_export((x, w))
-    return _GroupedMM.apply(x, w, offs)
-
-
-def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
-    """Rejects inputs that would make a kernel access invalid memory."""
     check_plain("grouped_mm", "x, offs and w", x, offs, w)
     fits = (x.dim(), w.dim(), offs.dim()) == (2, 3, 1) and x.shape[1] == w.shape[1] and offs.shape[0] == w.shape[0]
     kinds = x.dtype == torch.bfloat16 and w.dtype in (torch.bfloat16, torch.float32)
@@ -68,6 +61,8 @@ def _check_inputs(x: Tensor, w: Tensor, offs: Tensor) -> None:
     check_rows("grouped_mm", x.shape[0], row_capacity(x.shape[0], w.shape[0]), w.shape[0])
     check_device(x)
     check_ends("grouped_mm", offs, x.shape[0])
+    refuse_export((x, w))
+    return _GroupedMM.apply(x, w, offs)
 
 
 def check_plain(who: str, names: str, x: Tensor, offs: Tensor, *others: Tensor) -> None:
@@ -90,7 +85,7 @@ def check_ends(who: str, offs: Tensor, num_rows: int) -> None:
     if any(a > b for a, b in itertools.pairwise([0, *ends, num_rows])):
         raise ValueError(f"{who}: offs must not decrease and not exceed the {num_rows} rows of x: {remedy}")
     if ends and ends[-1] < num_rows == sum(ends):  # such ends are valid, and the rows after them count as unused
-        warnings.warn(f"{who}: offs add up to the {num_rows} rows of x; {remedy}", stacklevel=4)
+        warnings.warn(f"{who}: offs add up to the {num_rows} rows of x; {remedy}", stacklevel=3)
 
 
 def expert_of_rows(offs_E: Tensor, num_rows: int) -> Tensor:

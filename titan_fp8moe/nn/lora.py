@@ -42,16 +42,14 @@ class AddsLora(nn.Module):
                 follow it.
 
         Raises:
-            ValueError: for another name.
+            KeyError: for another name.
             RuntimeError: for experts that have adapters or that FSDP has sharded, and for experts stored in FP8 on
                 several ranks.
         """
         present = self.adaptable()
-        w1, weights = present["w1"], list(present) if weights is None else weights
+        w1, chosen = present["w1"], present if weights is None else {name: present[name] for name in weights}
         if self.lora_scale is not None:
             raise RuntimeError("these experts have adapters already; call merge_lora() first, or make new experts")
-        if set(weights) - set(present):
-            raise ValueError(f"weights = {weights!r} must be a list of names among {', '.join(present)}")
         stored = isinstance(w1, Fp8Weight)
         if stored and self.ep_group is not None:
             raise RuntimeError(
@@ -63,8 +61,7 @@ class AddsLora(nn.Module):
         dtype = dtype or (torch.bfloat16 if stored else w1.dtype)
         self.requires_grad_(False)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        for name in (name for name in present if name in weights):
-            weight = present[name]
+        for name, weight in chosen.items():
             E, N, K = local_of(weight).shape
             for factors, shape in ((self.lora_A, (E, rank, K)), (self.lora_B, (E, N, rank))):
                 factor = torch.empty(shape, dtype=dtype, device=weight.device)

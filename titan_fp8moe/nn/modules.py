@@ -20,16 +20,8 @@ from titan_fp8moe.layer.host import HostLayer
 from titan_fp8moe.layer.operands import WeightCache, own_cache
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, SharedExperts, are_frozen
+from titan_fp8moe.nn import parallel
 from titan_fp8moe.nn.lora import AddsLora
-from titan_fp8moe.nn.parallel import (
-    follow_device,
-    group_of,
-    local_of,
-    mesh_of,
-    sharded_by_fsdp,
-    spread,
-    uniform_by_expert_,
-)
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.recipe import FP8, SCALE_BITS
 from titan_fp8moe.spec import ExpertSpec
@@ -70,10 +62,10 @@ class _RunsLayer(AddsLora):
     def register(self, weights: dict[str, Tensor | None], ep_group: dist.ProcessGroup | DeviceMesh | None) -> None:
         """Registers this rank's weights as parameters, and the checks of a state dict."""
         first = cast(Tensor, next(iter(weights.values())))
-        mesh = None if ep_group is None else mesh_of(ep_group, first.device)
+        mesh = None if ep_group is None else parallel.mesh_of(ep_group, first.device)
         for name, weight in weights.items():
             if weight is not None:
-                weight = nn.Parameter(spread(weight, mesh) if mesh else weight, weight.is_floating_point())
+                weight = nn.Parameter(parallel.spread(weight, mesh) if mesh else weight, weight.is_floating_point())
             self.register_parameter(name, weight)
         self.ep_group = None if mesh is None else mesh.get_group()
         self.register_load_state_dict_pre_hook(_prepare_state)
@@ -82,7 +74,7 @@ class _RunsLayer(AddsLora):
         super()._apply(*args, **kwargs)
         for weight in self.parameters():
             if self.ep_group is not None and isinstance(weight, DTensor):
-                follow_device(weight, self.ep_group)
+                parallel.follow_device(weight, self.ep_group)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,7 +82,7 @@ class _RunsLayer(AddsLora):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.ep_group = group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
+        self.ep_group = parallel.group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         inputs = [*args]
@@ -249,7 +241,7 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
             weights = {name: p for name, p in self.named_parameters(recurse=False) if name in names}
             _, hidden_dim, dim = self.w1.shape
             bounds = [(hidden_dim if name in ("w2", "b2") else dim) ** -0.5 for name in weights]
-            uniform_by_expert_(list(weights.values()), bounds, spread=self.ep_group is not None)
+            parallel.uniform_by_expert_(list(weights.values()), bounds, spread=self.ep_group is not None)
         if self.lora_scale is not None:
             self.reset_lora_parameters()
 
@@ -262,7 +254,7 @@ class RoutedExperts(Fp8AllGather, _RunsLayer):
         # Elsewhere the layer reads DTensors, faster than to_local() does.
         if self.gathers_fp8 or (are_dtensors and (self.ep_group is None or torch.compiler.is_compiling())):
             weights = ExpertWeights(*self.local_weights(*weights))
-            biases = biases and Biases(*map(local_of, biases))
+            biases = biases and Biases(*map(parallel.local_of, biases))
         cache = cache_of(self, frozen)
         return Experts(weights, self.config, self.ep_group, self.expert, cache, frozen, biases, self.lora())
 
@@ -329,7 +321,7 @@ class Fp8RoutedExperts(_RunsLayer):
     @torch.no_grad()
     def weights(self) -> tuple[Fp8Weight, Fp8Weight]:
         """This rank's gate and up in one, and down."""
-        w13, w13_scale, w2, w2_scale = map(local_of, (self.w13, self.w13_scale, self.w2, self.w2_scale))
+        w13, w13_scale, w2, w2_scale = map(parallel.local_of, (self.w13, self.w13_scale, self.w2, self.w2_scale))
         w13_scale, w2_scale = (scale.view(_SCALES[scale.dtype]) for scale in (w13_scale, w2_scale))
         return Fp8Weight(w13.view(FP8), w13_scale), Fp8Weight(w2.view(FP8), w2_scale)
 
@@ -353,7 +345,7 @@ def is_replicated(tensor: DTensor) -> bool:
 
 
 def _require_gathered(weight: DTensor, ep_group: dist.ProcessGroup | None) -> None:
-    if sharded_by_fsdp(weight, ep_group) and not is_replicated(weight):
+    if parallel.sharded_by_fsdp(weight, ep_group) and not is_replicated(weight):
         raise RuntimeError(f"these experts are one rank's shard; {GATHER}")
 
 
@@ -394,12 +386,6 @@ def _prepare_state(
             )
         if module.ep_group is None or not isinstance(param, DTensor) or isinstance(value, DTensor):
             continue
-        if value.shape == param.shape:
+        if value.shape == param.shape:  # PyTorch refuses others
             spread_over = param.device_mesh, param.placements
             state[prefix + name] = distribute_tensor(value, *spread_over, src_data_rank=None)
-        else:
-            lists[-1].append(  # the errors
-                f"{prefix}{name} is {tuple(value.shape)}, and the experts of all ranks are {tuple(param.shape)}; "
-                "make DTensors of weights that each rank saved for itself, then load them: "
-                f"DTensor.from_local(weight, experts.{name}.device_mesh, experts.{name}.placements)"
-            )

@@ -64,13 +64,8 @@ def offload_experts(model: nn.Module, device: torch.device | str | None = None) 
         module._apply = functools.partial(_apply_to_others, module, names)
     nn.Module.to(model, device)
     # DDP takes parameters on one kind of device. It would also send rank 0's experts to all ranks.
-    names = [
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if module in found
-        for name, _ in module.named_parameters(recurse=False)
-    ]
-    leave_out_of_ddp(model, names)
+    own = {param for module in found for param in module.parameters(recurse=False)}
+    leave_out_of_ddp(model, [n for n, param in model.named_parameters(remove_duplicate=False) if param in own])
 
 
 def _pinned(param: nn.Parameter) -> Tensor:

@@ -88,9 +88,8 @@ def distributed_data_parallel(model: nn.Module, **kwargs: Any) -> DistributedDat
         trains = param.is_floating_point()  # not if stored in FP8
         if trains and param.device_mesh.mesh.tolist() != ranks:
             raise ValueError(
-                f"{name} is spread over {param.device_mesh}, and DDP has the ranks {ranks}: it would not reduce the "
-                "gradients of an expert's replicas; give DDP the ep_group as process_group, or shard the experts with "
-                "fully_shard (docs/parallel.md)"
+                f"{name} is spread over {param.device_mesh}, and DDP, with the ranks {ranks}, would not reduce its "
+                "replicas' gradients; give DDP the ep_group as process_group, or use fully_shard (docs/parallel.md)"
             )
     _count_ranks(ddp, len(ranks))
     return ddp
