@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,6 @@ from titan_fp8moe.dispatch import BACKENDS, Dispatch, Route, auto
 from titan_fp8moe.spec import BackwardSpec
 
 _STAYS = Route()
-_REMOTE = tuple(name for name in BACKENDS if name != "local")
-if TYPE_CHECKING:
-    DispatchName = str
-else:
-    DispatchName = Literal[("auto", *_REMOTE)]
 
 
 @dataclass(kw_only=True)
@@ -40,7 +35,7 @@ class Fp8FlowMoEConfig:
     checkpointing, which recomputes the whole layer. ``activation`` recomputes the SwiGLU output, in a kernel that the
     backward runs anyway. ``experts`` keeps the quantized tokens only and repeats GEMM 1; ``save_h`` has no effect."""
 
-    dispatch: DispatchName = "auto"
+    dispatch: Literal["auto", "all_to_all", "symmetric"] = "auto"
     """How tokens reach experts on other ranks. ``all_to_all`` works everywhere and syncs each layer once with the host.
     ``symmetric`` needs the expert-parallel ranks on one node with peer access. It never syncs, so a layer can be part
     of a compiled graph and of a CUDA graph; its buffers have a fixed size. ``auto`` is ``all_to_all``, and in
@@ -120,10 +115,7 @@ class Fp8FlowMoEConfig:
             if not ok:
                 raise ValueError(f"fp8_flow_moe.{name} is {value!r}; set it to {expected}")
         if self.fp8_all_gather and self.cache_weights:
-            raise ValueError(
-                "fp8_flow_moe.fp8_all_gather gathers weights already quantized, so fp8_flow_moe.cache_weights has "
-                "nothing to keep; set one of the two to false"
-            )
+            raise ValueError("fp8_flow_moe.fp8_all_gather leaves cache_weights nothing to keep; set one to false")
 
 
 def _check_value(value: Any, hint: Any) -> tuple[bool, str]:
@@ -145,8 +137,8 @@ RECIPE = "wgrad", "save_h", "recompute"
 TRANSPORT = "dispatch", "dispatch_capacity"
 CACHE = "cache_weights", "cache_layouts"
 _HINTS = get_type_hints(Fp8FlowMoEConfig)
-_DEFAULTS = Fp8FlowMoEConfig()
-_DEFAULT_VALUES = tuple(vars(_DEFAULTS).items())  # PyTorch 2.11 traces no items() of an instance's dict
+DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its checks
+_DEFAULT_VALUES = tuple(vars(DEFAULTS).items())  # PyTorch 2.11 traces no items() of an instance's dict
 
 
 def require_config(config: Any, owner: str, *settings: str) -> None:
@@ -163,7 +155,7 @@ def require_config(config: Any, owner: str, *settings: str) -> None:
         raise ValueError(
             f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
         )
-    if config == _DEFAULTS:  # the most frequent case first: routed_experts asks in every forward
+    if config == DEFAULTS:  # the most frequent case first: routed_experts asks in every forward
         return
     if not torch.compiler.is_compiling():
         config.__post_init__()  # what was assigned since

@@ -47,16 +47,16 @@ def wrap(owner: Any, name: Any, wrapper: Callable[[Any], Any], *, checked_on: st
     Raises:
         RuntimeError: there is no such attribute. Nothing is changed.
     """
-    target = _Target.of(owner, name, checked_on)
-    if (key := (target.what, _caller())) not in _changes:
-        _set(key, target, wrapper(getattr(target.owner, name)), checked_on)
+    found, what = _found(owner, name, checked_on)
+    if (key := (what, _caller())) not in _changes:
+        _set(key, found, name, wrapper(getattr(found, name)), checked_on)
 
 
 def put(owner: Any, name: Any, value: Any, *, checked_on: str) -> None:
     """Replaces ``owner.name`` by ``value``. Another call replaces it again. ``owner`` may be the name of a mapping, and
     ``name`` a key of it, which may be new."""
-    target = _Target.of(owner, name, checked_on)
-    _set((target.what, _caller()), target, value, checked_on)
+    found, what = _found(owner, name, checked_on)
+    _set((what, _caller()), found, name, value, checked_on)
 
 
 def hook(register: str, function: Callable[..., Any], *, checked_on: str) -> None:
@@ -98,43 +98,36 @@ def undo_all() -> None:
     _logged.clear()
 
 
-class _Target(NamedTuple):
-    """An attribute, or a mapping's item."""
-
-    owner: Any
-    name: Any
-    what: str
-
-    @classmethod
-    def of(cls, owner: Any, name: Any, checked_on: str) -> "_Target":
-        found = resolve(owner, checked_on) if isinstance(owner, str) else owner
-        if isinstance(found, MutableMapping):
-            return cls(found, name, f"{owner}[{getattr(name, '__name__', name)}]")
-        where = found.__name__ + ":" if isinstance(found, ModuleType) else f"{found.__module__}:{found.__qualname__}."
-        if not hasattr(found, name):
-            raise _gone(where + name, checked_on)
-        return cls(found, name, where + name)
-
-    def stored(self) -> Any:
-        """As it is stored, or _MISSING: a class has descriptors, and may inherit the attribute."""
-        if isinstance(self.owner, MutableMapping):
-            return self.owner.get(self.name, _MISSING)
-        if isinstance(self.owner, type):
-            return vars(self.owner).get(self.name, _MISSING)
-        return getattr(self.owner, self.name)
-
-    def store(self, value: Any) -> None:
-        if isinstance(self.owner, MutableMapping):
-            self.owner.pop(self.name, None) if value is _MISSING else self.owner.update({self.name: value})
-        elif value is _MISSING:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, value)
+def _found(owner: Any, name: Any, checked_on: str) -> tuple[Any, str]:
+    """The owner itself, and what :attr:`Change.what` says of its attribute or item."""
+    found = resolve(owner, checked_on) if isinstance(owner, str) else owner
+    if isinstance(found, MutableMapping):
+        return found, f"{owner}[{getattr(name, '__name__', name)}]"
+    where = found.__name__ + ":" if isinstance(found, ModuleType) else f"{found.__module__}:{found.__qualname__}."
+    if not hasattr(found, name):
+        raise _gone(where + name, checked_on)
+    return found, where + name
 
 
-def _set(key: tuple[str, str], target: _Target, value: Any, checked_on: str) -> None:
-    undo = _changes[key].undo if key in _changes else functools.partial(target.store, target.stored())
-    make = functools.partial(target.store, value)
+def _stored(owner: Any, name: Any) -> Any:
+    """As it is stored, or _MISSING: a class has descriptors, and may inherit the attribute."""
+    if isinstance(owner, MutableMapping):
+        return owner.get(name, _MISSING)
+    return vars(owner).get(name, _MISSING) if isinstance(owner, type) else getattr(owner, name)
+
+
+def _store(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, MutableMapping):
+        owner.pop(name, None) if value is _MISSING else owner.update({name: value})
+    elif value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _set(key: tuple[str, str], owner: Any, name: Any, value: Any, checked_on: str) -> None:
+    undo = _changes[key].undo if key in _changes else functools.partial(_store, owner, name, _stored(owner, name))
+    make = functools.partial(_store, owner, name, value)
     make()
     _changes[key] = Change(*key, checked_on, make, undo)
 

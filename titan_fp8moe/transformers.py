@@ -143,11 +143,8 @@ def converted(model: nn.Module) -> list[str]:
     if not found:
         why = "the model's code has no experts that choose an implementation"
     elif not selected:
-        register_first = "" if NAME in ALL_EXPERTS_FUNCTIONS else "titan_fp8moe.transformers.register() and "
-        why = (
-            f'call {register_first}model.set_experts_implementation("{NAME}"), and before PEFT copies modules_to_save; '
-        )
-        why += "a saved model does not keep the choice"
+        why = f'call titan_fp8moe.transformers.register() and model.set_experts_implementation("{NAME}")'
+        why += ", and before PEFT copies modules_to_save; a saved model does not keep the choice"
     else:
         why = "; ".join(sorted({f"{type(found[name]).__name__}: {reason}" for name, reason in reasons.items()}))
         why = f"{why}; {_STAY}"

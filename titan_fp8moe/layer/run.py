@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_fp8moe.config import RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
+from titan_fp8moe.config import DEFAULTS, RECIPE, TRANSPORT, Fp8FlowMoEConfig, require_config
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.layer import flops  # noqa: F401  registers formulas
 from titan_fp8moe.layer.checks import check_biases, check_inputs, check_shared
@@ -25,8 +25,6 @@ from titan_fp8moe.layer.weights import NO_WEIGHTS, Biases, ExpertWeights, Shared
 from titan_fp8moe.ops import Fp8Weight
 from titan_fp8moe.ops.backend import refuse_export
 from titan_fp8moe.spec import ExpertSpec
-
-_DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its checks
 
 
 class Experts(NamedTuple):
@@ -154,7 +152,7 @@ def experts_of(
     """The record of experts that are given as the tensors of :func:`routed_experts`. ``biases``: three, or Nones."""
     frozen = isinstance(weights.w1, Fp8Weight) or are_frozen(weights)
     given = None if all(b is None for b in biases) else Biases(*biases)
-    return Experts(weights, config or _DEFAULTS, expert=expert, frozen=frozen, biases=given, lora=lora)
+    return Experts(weights, config or DEFAULTS, expert=expert, frozen=frozen, biases=given, lora=lora)
 
 
 def run_layer(
@@ -217,8 +215,7 @@ _run_eagerly = torch.compiler.disable(run_layer, reason=_WHY_EAGERLY)
 @torch.compiler.assume_constant_result  # torch.compile calls it when it traces, where it could not trace the warning
 def _warn_of_bf16_scores() -> None:
     warnings.warn(
-        "topk_scores are bf16, which rounds the router's scores and their gradients; compute them in fp32, as in "
-        "router(x).float().softmax(-1). FSDP2's MixedPrecisionPolicy casts the arguments of modules that it wraps: "
-        "compute the scores in the module that calls titan_fp8moe.RoutedExperts or routed_experts",
+        "topk_scores are bf16, which rounds the router's scores and their gradients; compute them in fp32, and in the "
+        "module that calls the experts: FSDP2's MixedPrecisionPolicy casts the arguments of modules that it wraps",
         stacklevel=4,
     )

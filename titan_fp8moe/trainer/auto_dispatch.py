@@ -83,7 +83,8 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
 
         def forget() -> None:
             self.ntokens_seen = ntokens_seen
-            _draw_again(*drawn)
+            for state, restore in zip(drawn, (torch.set_rng_state, torch.cuda.set_rng_state), strict=False):
+                restore(state)  # dropout and routers' noise draw the same numbers again
             _forget(self.model_parts)
 
         return auto.run_step(step, forget)
@@ -94,13 +95,6 @@ def _again(train_step: Callable[..., None]) -> Callable[..., None]:
 def _random_states() -> tuple[torch.Tensor, ...]:
     """The states of PyTorch's default generators. The device's is kept on the host: reading it waits for nothing."""
     return (torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else ()))
-
-
-def _draw_again(cpu: torch.Tensor, *cuda: torch.Tensor) -> None:
-    """Lets dropout and routers' noise draw the numbers again that they drew since :func:`_random_states`."""
-    torch.set_rng_state(cpu)
-    for state in cuda:
-        torch.cuda.set_rng_state(state)
 
 
 def _forget(model_parts: list[torch.nn.Module]) -> None:

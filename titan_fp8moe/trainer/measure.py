@@ -33,16 +33,16 @@ class Layer(NamedTuple):
     Attributes:
         top_k: K, or 0 without a router.
         shapes: of its weights.
-        bf16, fp8, fp32: from rows (T, D), weights and, with a router, scores and ``ids_TK``.
+        plain, fp8: from rows (T, D), weights and, with a router, scores and ``ids_TK``. ``plain`` computes in the dtype
+            of the rows.
     """
 
     name: str
     tokens: int
     top_k: int
     shapes: list[tuple[int, ...]]
-    bf16: Callable[..., Tensor]
+    plain: Callable[..., Tensor]
     fp8: Callable[..., Tensor]
-    fp32: Callable[..., Tensor]
 
     def inputs(self, tokens: int, device: str) -> "Inputs":
         """Random ones of so many tokens."""
@@ -107,41 +107,31 @@ def _layer(name: str, tokens: int, module: Any) -> Layer:
             gather(shared)
             shapes += [tuple(w.shape) for w in cast(Any, shared).matrices()]
         what = f"MoE layer {name}, {num_experts} experts, top {module.top_k}, dims {D} and {H}"
-        bf16, fp8 = functools.partial(bf16_moe, expert=spec), functools.partial(_fp8_moe, expert=spec, config=config)
-        fp32 = functools.partial(bf16, multiply=in_any_dtype)
-        return Layer(what, tokens, module.top_k, shapes, bf16, fp8, fp32)
+        plain, fp8 = functools.partial(plain_moe, expert=spec), functools.partial(_fp8_moe, expert=spec, config=config)
+        return Layer(what, tokens, module.top_k, shapes, plain, fp8)
     gather(module)
     if isinstance(module, Fp8FlowLinear):
         shape = tuple(module.weight.shape)
         fp8 = lambda x, w: linear(x, w, module.config)  # noqa: E731
-        return Layer(f"linear {name}, {shape[0]}x{shape[1]}", tokens, 0, [shape], F.linear, fp8, F.linear)
+        return Layer(f"linear {name}, {shape[0]}x{shape[1]}", tokens, 0, [shape], F.linear, fp8)
     shapes = [tuple(w.shape) for w in cast(Any, module).matrices()]
     what = f"dense FFN {name}, dims {shapes[1][0]} and {shapes[1][1]}"
     fp8 = lambda x, *weights: feed_forward(x, ExpertWeights(*weights), module.config)  # noqa: E731
-    return Layer(what, tokens, 0, shapes, bf16_ffn, fp8, bf16_ffn)
+    return Layer(what, tokens, 0, shapes, plain_ffn, fp8)
 
 
 # --- the two precisions -----------------------------------------------------------------------------------------------
 
 
-def bf16_ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def plain_ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
 
 
-def bf16_moe(
-    x_TD: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    *others: Tensor,
-    ids_TK: Tensor,
-    expert: ExpertSpec,
-    multiply: Callable[..., Tensor] = torch._grouped_mm,
-) -> Tensor:
+def plain_moe(x_TD: Tensor, w13: Tensor, w2: Tensor, *others: Tensor, ids_TK: Tensor, expert: ExpertSpec) -> Tensor:
     """The layer in fifteen lines of PyTorch, to be compiled: without padding, in two grouped GEMMs.
 
     Args:
         others: weights of shared experts, if any, and scores (T, K).
-        multiply: a grouped GEMM.
     """
     *shared, scores_TK = others
     ids, order = ids_TK.flatten().short().sort(stable=True)  # two bytes: a quarter of the radix sort's passes
@@ -149,12 +139,13 @@ def bf16_moe(
     offsets_E = torch.searchsorted(ids, each, right=True, out_int32=True)
     token = order // ids_TK.shape[1]
     x_MD = x_TD.float()[token].to(x_TD.dtype)  # fp32: the backward adds a token's gradients in it
-    h = multiply(x_MD, w13.transpose(1, 2), offs=offsets_E)
+    h = torch._grouped_mm(x_MD, w13.transpose(1, 2), offs=offsets_E)
     activate = ACTIVATIONS[expert.activation].forward
     a = activate(*(h.chunk(2, 1) if expert.gated else (h, None)), *expert.parameters)
-    y_MD = multiply(a, w2.transpose(1, 2), offs=offsets_E).float() * scores_TK.flatten()[order].unsqueeze(1)
+    y_MD = torch._grouped_mm(a, w2.transpose(1, 2), offs=offsets_E).float()
+    y_MD = y_MD * scores_TK.flatten()[order].unsqueeze(1)
     out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device).index_add(0, token, y_MD)
-    return (out + bf16_ffn(x_TD, *shared) if shared else out).to(x_TD.dtype)
+    return (out + plain_ffn(x_TD, *shared) if shared else out).to(x_TD.dtype)
 
 
 def _fp8_moe(
@@ -163,12 +154,6 @@ def _fp8_moe(
     *shared, scores_TK = others
     experts = Experts(ExpertWeights(w13, w2), config, expert=expert)
     return run_layer(x_TD, ids_TK, scores_TK, experts, Shared(ExpertWeights(*shared)) if shared else None)
-
-
-def in_any_dtype(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
-    """``torch._grouped_mm`` in any dtype."""
-    groups = rows.tensor_split(offs[:-1].tolist())
-    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
 
 
 # --- the measurement --------------------------------------------------------------------------------------------------
@@ -184,7 +169,7 @@ def describe(
 ) -> Iterator[str]:
     """Yields a layer's times in both precisions, and from how many tokens on FP8 pays. ``clock`` times a call."""
     torch.compiler.reset()  # or dims that differ from another layer's become symbols
-    runs = [compiled(layer.bf16), compiled(layer.fp8)]
+    runs = [compiled(layer.plain), compiled(layer.fp8)]
 
     def times(inputs: Inputs) -> list[float]:
         """Milliseconds of both, which take turns."""
@@ -196,7 +181,7 @@ def describe(
     saved = [inputs.saved_bytes(run) / 2**20 for run in runs]
     leaves = [leaf.detach().float().requires_grad_() for leaf in inputs.leaves]
     exact = Inputs(leaves, inputs.others, inputs.dout.float())
-    right = exact.step(layer.fp32)
+    right = exact.step(layer.plain)
     errors = [max(map(_relative_error, inputs.step(run), right)) for run in runs]
     del inputs, exact, right, leaves
     yield (

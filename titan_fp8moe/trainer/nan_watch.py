@@ -55,38 +55,30 @@ class NanWatch:
         self._report(int(self._first_here(model_parts)), "on this rank. Resume from an")
 
     def _first_here(self, model_parts: Iterable[nn.Module]) -> Tensor:
-        modules = [m for part in model_parts for m in part.modules() if getattr(m, "nan_flags", None) is not None]
-        return first_seen(modules, len(self.names), self.device)
+        """When, in the order of a step, the first of this rank's operands held a NaN or Inf: () int32 on the device.
+
+        The forward quantizes x of layers 0, 1..., the backward dy of the last layer, the one before...
+        """
+        all_modules: list[Any] = [module for part in model_parts for module in part.modules()]
+        modules = [module for module in all_modules if getattr(module, "nan_flags", None) is not None]
+        if not modules:
+            return torch.full((), NOBODY, dtype=torch.int32, device=self.device)
+        flags = torch.stack([module.nan_flags[:, 0] for module in modules])
+        index = torch.tensor([module.nan_index for module in modules], dtype=torch.int32, device="cpu")
+        order = torch.stack([index, 2 * len(self.names) - 1 - index], 1).to(flags.device, non_blocking=True)
+        return torch.where(flags > 0, order, NOBODY).amin()
 
     def _report(self, order: int, and_then: str) -> None:
         if order == NOBODY:
             return
         self.reported = True
+        places = [f"{name}, in its input x" for name in self.names]
+        places += [f"{name}, in its output's gradient dy" for name in reversed(self.names)]
         self.logger.warning(
-            f"FP8-Flow-MoE: a NaN or Inf showed first in {describe(order, self.names)}, {and_then} earlier checkpoint. "
+            f"FP8-Flow-MoE: a NaN or Inf showed first in {places[order]}, {and_then} earlier checkpoint. "
             "To see whether FP8 is the cause, leave the module in bf16: add it to fp8_flow_moe.filter_fqns, or remove "
             "it from linear_fqns"
         )
-
-
-def first_seen(modules: list[Any], num_layers: int, device: str) -> Tensor:
-    """When, in the order of a step, the first of these layers' operands held a NaN or Inf: () int32 on the device.
-
-    The forward quantizes x of layers 0, 1..., the backward dy of the last layer, the one before...
-    """
-    if not modules:
-        return torch.full((), NOBODY, dtype=torch.int32, device=device)
-    flags = torch.stack([module.nan_flags[:, 0] for module in modules])
-    index = torch.tensor([module.nan_index for module in modules], dtype=torch.int32, device="cpu")
-    order = torch.stack([index, 2 * num_layers - 1 - index], 1).to(flags.device, non_blocking=True)
-    return torch.where(flags > 0, order, NOBODY).amin()
-
-
-def describe(order: int, names: list[str]) -> str:
-    """The operand and the layer of :func:`first_seen`'s answer."""
-    if order < len(names):
-        return f"{names[order]}, in its input x"
-    return f"{names[2 * len(names) - 1 - order]}, in its output's gradient dy"
 
 
 def log_statistics(metrics: Any, step: int, device: str) -> None:

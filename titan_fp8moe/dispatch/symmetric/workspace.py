@@ -217,10 +217,9 @@ class Workspace:
         RuntimeError if none did."""
         if not self.interrupted or _is_capturing(self.memory.device):
             raise RuntimeError(
-                'dispatch = "symmetric": an exchange of this group has not ended; two layers are in flight at once, on '
-                "two streams or threads, an error came between two ops, or Inductor has put another layer between the "
-                "two ops of a backward (then set torch._inductor.config.reorder_for_peak_memory = False). Or use "
-                'dispatch = "all_to_all"'
+                'dispatch = "symmetric": an exchange of this group has not ended: two layers are in flight at once, on '
+                "two streams or threads, after an error between two ops, or by Inductor (set torch._inductor.config."
+                'reorder_for_peak_memory = False). Or use dispatch = "all_to_all"'
             )
         # Ranks may have arrived for a combine that nobody waits for.
         self.barrier()
@@ -363,8 +362,6 @@ def begin(group_name: str, sizes: Sizes, device: torch.device) -> Workspace:
                 f'dispatch = "symmetric" has no workspace yet for {sizes}, and cannot make one while a CUDA graph is '
                 "captured; run a step with these sizes first"
             )
-        for other in [other for other in _workspaces if _is_destroyed(other)]:
-            del _workspaces[other]  # a compiled graph may hold the group itself
         with torch.inference_mode(False):
             workspace = _create(group, sizes, device)
         # It takes the place of smaller ones: to make it, all ranks have waited for their devices.
@@ -384,14 +381,6 @@ def in_flight(group_name: str) -> Workspace | None:
     """The workspace of the exchange in flight, if there is one."""
     workspace = _current.get(group_name)
     return workspace if workspace is not None and workspace.in_flight else None
-
-
-def _is_destroyed(group: dist.ProcessGroup) -> bool:
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        return True
-    return False
 
 
 def _create(group: Any, sizes: Sizes, device: torch.device) -> Workspace:
