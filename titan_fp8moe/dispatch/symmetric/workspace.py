@@ -217,9 +217,10 @@ class Workspace:
         RuntimeError if none did."""
         if not self.interrupted or _is_capturing(self.memory.device):
             raise RuntimeError(
-                'dispatch = "symmetric": an exchange of this group has not ended: two layers are in flight at once, on '
-                "two streams or threads, after an error between two ops, or by Inductor (set torch._inductor.config."
-                'reorder_for_peak_memory = False). Or use dispatch = "all_to_all"'
+                'dispatch = "symmetric": an exchange of this group has not ended; two layers are in flight at once, on '
+                "two streams or threads, an error came between two ops, or Inductor has put another layer between the "
+                "two ops of a backward (then set torch._inductor.config.reorder_for_peak_memory = False). Or use "
+                'dispatch = "all_to_all"'
             )
         # Ranks may have arrived for a combine that nobody waits for.
         self.barrier()
