@@ -31,7 +31,7 @@ def test_wrong_values(wrong: dict, remedy: str):
 
 
 def test_gathered_weights_are_not_cached():
-    with refused("set one of the two to false"):
+    with refused("set one to false"):
         Fp8FlowMoEConfig(fp8_all_gather=True, cache_weights=True)
 
 
