@@ -45,8 +45,8 @@ def check_parallelism(dims: ParallelDims) -> None:
     """Warns about degrees that torchtitan 0.2.2 gets wrong."""
     if dims.dp_replicate > 1 and dims.dp_shard * dims.cp == 1:
         logger.warning(
-            "torchtitan 0.2.2 divides gradients by parallelism.data_parallel_replicate_degree once too often when "
-            "nothing is sharded; raise data_parallel_shard_degree, or scale the learning rate and training.max_norm"
+            f"torchtitan 0.2.2 divides gradients by parallelism.data_parallel_replicate_degree = {dims.dp_replicate} "
+            "once too often when unsharded; raise data_parallel_shard_degree, or scale learning rate and max_norm"
         )
     if dims.pp > 1:
         logger.warning(
