@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from titan_fp8moe.kernels.launch import recording
 
 seen: set[Hashable] = set()
 """The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
-_announces: list[bool] = []
+_announcing = False
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,14 @@ class Like:
 def is_due(kind: Hashable, x: Tensor) -> bool:
     """Whether a layer of that kind, called with ``x``, is one for :func:`compile_ahead`."""
     traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-    return (x.is_cuda or bool(_announces)) and not traced and kind not in seen
+    return (x.is_cuda or _announcing) and not traced and kind not in seen
 
 
 @contextlib.contextmanager
 def announcing() -> Iterator[None]:
     """Layers that are called on meta tensors in the meantime are due, and launch nothing."""
-    _announces.append(True)
-    try:
-        with recording():
-            yield
-    finally:
-        _announces.pop()
+    with mock.patch(f"{__name__}._announcing", True), recording():
+        yield
 
 
 def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> None:
