@@ -1,6 +1,7 @@
 """The dry run's estimate of memory: against the peaks that were measured, and what each setting changes."""
 
 import functools
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,117 +17,98 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import FeedForward
 from torchtitan.tools.utils import set_default_dtype
 
 from tests.jobs import make_config, make_dims
 from tests.layer import Allocated
 from tests.processes import call
-from titan_fp8moe import routed_experts
+from tests.specs import SETTINGS
+from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.torchtitan.dry_run import memory_job
+from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
-from titan_fp8moe.trainer import memory
+from titan_fp8moe.trainer import memory, preflight
 from titan_fp8moe.trainer.dry_run import MetaMoE
 from titan_fp8moe.trainer.memory import Estimate, estimate
 
 ROOT = Path(__file__).parent.parent
 THROUGHPUT = "experiments/throughput/train.toml"
 GIB = 2**30
-TOLERANCE = 0.1
+# Runs of experiments/throughput/train.py with balanced routing, and what they reserved at most. Slow: a newer run has
+# the same settings and GPUs.
+RUNS = [
+    pytest.param(run, marks=[pytest.mark.slow] * ("slow" in run), id=str(run["gib"]))
+    for run in json.loads((ROOT / "tests/peak_memory.json").read_text())
+]
+FP8 = "--model.flavor=16B_4_layers_sdpa --model.converters=fp8_flow_moe --training.local_batch_size=4"
+PIPELINE = f"{FP8} --parallelism.pipeline_parallel_degree=2 --parallelism.pipeline_parallel_schedule"
 
 
-def cases() -> list[Any]:
-    """Runs of experiments/throughput/train.py with balanced routing, and what they reserved at most. Settings and GPUs
-    that a newer run has too are marked slow."""
-    records = json.loads((ROOT / "tests/peak_memory.json").read_text())
-    return [pytest.param(run, marks=[pytest.mark.slow] * ("slow" in run), id=str(run["gib"])) for run in records]
+@functools.cache
+def run(flags: str, gpus: int = 1, rank: int = 0, file: str = THROUGHPUT) -> Estimate:
+    """The estimate for a rank of a job of the throughput experiment, in a process of its own."""
+    return call(_estimate, file, gpus, rank, flags.split())
 
 
-@pytest.fixture(scope="module")
-def run() -> Callable[..., Estimate]:
-    """The estimate for rank ``rank`` of a job of the throughput experiment. Each needs its own process."""
-    return functools.cache(
-        lambda *overrides, gpus=1, rank=0, file=THROUGHPUT: call(_estimate, file, gpus, rank, overrides)
-    )
-
-
-def _estimate(file: str, gpus: int, rank: int, overrides: tuple[str, ...]) -> Estimate:
-    from torchtitan.config import ConfigManager
-
-    import experiments.throughput.setting  # noqa: F401  registers the flavors
-    from titan_fp8moe.torchtitan import dry_run
-    from titan_fp8moe.trainer import preflight
-
+def _estimate(file: str, gpus: int, rank: int, overrides: list[str]) -> Estimate:
+    importlib.import_module("experiments.throughput.setting")  # registers the flavors
     config = ConfigManager().parse_args([f"--job.config_file={ROOT / file}", "--model.name=deepseek_v3", *overrides])
     with preflight.for_other_machines():
         dims, _, parts = dry_run.build(config, rank, gpus)
-    found = estimate(memory_job(config, dims), parts)
+    found = estimate(dry_run.memory_job(config, dims), parts)
     assert found is not None
     return found
 
 
-FP8 = ("--model.flavor=16B_4_layers_sdpa", "--model.converters=fp8_flow_moe", "--training.local_batch_size=4")
+@pytest.mark.parametrize("measured", RUNS)
+def test_peaks_are_those_measured(measured: dict[str, Any]):
+    found = run(measured["flags"], measured["gpus"], file=measured.get("file", THROUGHPUT)).peak / GIB
+    assert found == pytest.approx(measured["gib"], rel=0.1)
 
 
-@pytest.mark.parametrize("measured", cases())
-def test_peaks_are_those_measured(run, measured: dict[str, Any]):
-    flags, file = measured["flags"].split(), measured.get("file", THROUGHPUT)
-    found = run(*flags, gpus=measured["gpus"], file=file).peak / GIB
-    assert abs(found / measured["gib"] - 1) < TOLERANCE, f"estimated {found:.1f} GiB"
-
-
-def test_activations_follow_the_local_batch(run):
-    small, large = run(*FP8), run(*FP8[:-1], "--training.local_batch_size=8")
+def test_activations_follow_the_local_batch():
+    small, large = run(FP8), run(FP8[:-1] + "8")
     assert large.activations == pytest.approx(2 * small.activations, rel=0.02)
     assert large.peak - small.peak > 0.5 * small.activations
     # Every second product is kept: of wq, wkv_a, wkv_b and wo in bf16, 4 layers, 4 x 4096 tokens.
-    recomputed = "--activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.w"
-    assert small.activations - run(*FP8, recomputed).activations == 2 * (3072 + 4096) * 4 * 4 * 4096
+    recomputed = run(f"{FP8} --activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.w")
+    assert small.activations - recomputed.activations == 2 * (3072 + 4096) * 4 * 4 * 4096
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["activation_checkpoint.mode=none", "activation_checkpoint.mode=selective", "activation_checkpoint.mode=full"],
-        ["activation_checkpoint.selective_ac_option=2", "activation_checkpoint.selective_ac_option=1"],
-    ],
-)
-def test_settings_that_keep_less(run, settings: list[str]):
-    kept = [run(*FP8, f"--{setting}").activations for setting in settings]
-    assert kept == sorted({*kept}, reverse=True)
+def test_settings_that_keep_less():
+    for settings in (("mode=none", "mode=selective", "mode=full"), ("selective_ac_option=2", "selective_ac_option=1")):
+        kept = [run(f"{FP8} --activation_checkpoint.{setting}").activations for setting in settings]
+        assert kept == sorted({*kept}, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("setting", "gib"),
-    [
-        # 2 bytes of 1.8 B experts' and FFNs' parameters, and no quantized copy of one layer in the backward; or 1 byte.
-        ("--fp8_flow_moe.cache_weights", 2.5),
-        ("--fp8_flow_moe.cache_weights --fp8_flow_moe.cache_layouts=forward", 1.5),
-        ("--training.global_batch_size=8", 7),  # gradients of the first microbatch are there at the loss
-    ],
-)
-def test_settings_that_raise_the_peak(run, setting: str, gib: float):
-    assert gib * GIB < run(*FP8, *setting.split()).peak - run(*FP8).peak < (gib + 1) * GIB
+@pytest.mark.parametrize(("setting", "gib"), [
+    # 2 bytes of 1.8 B experts' and FFNs' parameters, and no quantized copy of one layer in the backward; or 1 byte.
+    ("--fp8_flow_moe.cache_weights", 2.5),
+    ("--fp8_flow_moe.cache_weights --fp8_flow_moe.cache_layouts=forward", 1.5),
+    ("--training.global_batch_size=8", 7),  # gradients of the first microbatch are there at the loss
+])  # fmt: skip
+def test_settings_that_raise_the_peak(setting: str, gib: float):
+    assert gib * GIB < run(f"{FP8} {setting}").peak - run(FP8).peak < (gib + 1) * GIB
 
 
-def test_a_compiled_loss_takes_4_bytes_per_logit_instead_of_12(run):
-    overrides = *FP8, "--activation_checkpoint.mode=full", "--training.global_batch_size=8"
-    compiled, eager = run(*overrides), run(*overrides, "--compile.components=model")
+def test_a_compiled_loss_takes_4_bytes_per_logit_instead_of_12():
+    flags = f"{FP8} --activation_checkpoint.mode=full --training.global_batch_size=8"
+    compiled, eager = run(flags), run(f"{flags} --compile.components=model")
     assert compiled.where == eager.where == "at the loss" and eager.peak - compiled.peak == 8 * 102400 * 4 * 4096
 
 
-def test_tensor_parallelism_divides_activations(run):
-    eager = *FP8, "--compile.no_enable"
-    one, two = run(*eager), run(*eager, "--parallelism.tensor_parallel_degree=2", gpus=4)  # with two ranks of FSDP
+def test_tensor_parallelism_divides_activations():
+    eager = f"{FP8} --compile.no_enable"
+    one, two = run(eager), run(f"{eager} --parallelism.tensor_parallel_degree=2", gpus=4)  # with two ranks of FSDP
     assert two.activations == pytest.approx(one.activations / 2, rel=0.05)
 
 
-def test_early_pipeline_stages_hold_more_microbatches(run):
-    pipeline = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"
-    first, last = (run(*FP8, *pipeline, gpus=2, rank=rank) for rank in (0, 1))
-    gpipe = run(*FP8, *pipeline[:1], "--parallelism.pipeline_parallel_schedule=GPipe", gpus=2)
+def test_early_pipeline_stages_hold_more_microbatches():
+    first, last = (run(f"{PIPELINE}=1F1B", gpus=2, rank=rank) for rank in (0, 1))
     assert first.activations == pytest.approx(2 * last.activations, rel=0.4)
+    gpipe = run(f"{PIPELINE}=GPipe", gpus=2)
     assert gpipe.activations == pytest.approx(2 * first.activations, rel=0.02)  # four microbatches, not two
 
 
@@ -144,11 +126,8 @@ Forward = Callable[[], torch.Tensor]
 
 
 def allocations(make: Callable[[], tuple[Forward, torch.Tensor]], dtype: torch.dtype = torch.bfloat16) -> list[int]:
-    """The bytes that a forward keeps, and the most that its backward holds besides. No memory is allocated.
-
-    Args:
-        make: returns the forward, whose inputs and weights exist already, and its output's gradient.
-    """
+    """The bytes that a forward keeps, and the most that its backward holds besides. No memory is allocated. ``make``
+    returns the forward, whose inputs and weights exist already, and its output's gradient."""
     with set_default_dtype(dtype), FakeTensorMode(), Allocated() as allocated:
         forward, dout = make()
         before = allocated.held
@@ -183,16 +162,23 @@ def parameters(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.empty(*shape, requires_grad=True) for shape in shapes]
 
 
-RECOMPUTED = [("none", "bf16"), ("activation", "bf16"), ("activation", "fp8"), ("experts", "bf16")]
+def routed(
+    config: Fp8FlowMoEConfig, T: int, D: int, H: int, E: int, top_k: int, **options: Any
+) -> tuple[Forward, torch.Tensor]:
+    x, *weights = parameters((T, D), (E, H, D), (E, D, H), (E, H, D))
+    ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
+    return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config, **options), torch.empty(
+        T, D
+    )
 
 
 @pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 176)])
-@pytest.mark.parametrize(("recompute", "save_h"), [*RECOMPUTED, (None, "bf16")])
-def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, save_h: str):
+@pytest.mark.parametrize("config", [*SETTINGS, None], ids=str)
+def test_an_ffn_holds_what_is_estimated(D: int, H: int, config: Fp8FlowMoEConfig | None):
     """An FFN in FP8, and with None in bf16; with many rows, next to which the weights are small."""
     T, ffn = 2**18, FeedForward(D, H)
-    if recompute is not None:
-        Fp8FlowFeedForward.convert(ffn, Fp8FlowMoEConfig(recompute=recompute, save_h=save_h))
+    if config is not None:
+        Fp8FlowFeedForward.convert(ffn, config)
 
     def make() -> tuple[Forward, torch.Tensor]:
         x, *weights = parameters((T, D), (H, D), (D, H), (H, D))
@@ -204,16 +190,29 @@ def test_an_ffn_holds_what_is_estimated(D: int, H: int, recompute: str | None, s
 
 
 @pytest.mark.parametrize(("D", "H", "top_k"), [(512, 256, 2), (256, 176, 3)])
-@pytest.mark.parametrize(("recompute", "save_h"), RECOMPUTED)
-def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, recompute: str, save_h: str):
-    T, E, config = 2**17, 4, Fp8FlowMoEConfig(recompute=recompute, save_h=save_h)
-
-    def make() -> tuple[Forward, torch.Tensor]:
-        x, *weights = parameters((T, D), (E, H, D), (E, D, H), (E, H, D))
-        ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
-        return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config), torch.empty(T, D)
-
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_routed_experts_hold_what_is_estimated(D: int, H: int, top_k: int, config: Fp8FlowMoEConfig):
+    T, E = 2**17, 4
+    make = functools.partial(routed, config, T, D, H, E, top_k)
     assert_estimated(make, memory.fp8_experts(job(T), converted(config, E, D, H, top_k)))
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_shared_experts_keep_what_is_estimated(config: Fp8FlowMoEConfig):
+    """Beside routed ones, and the rows' scales once more, column-major; and 4 bytes per token if it has a score."""
+    T, D, H, shared_H, E, top_k = 2**17, 512, 256, 384, 4, 2
+    ffn = FeedForward(D, shared_H)
+    Fp8FlowFeedForward.convert(ffn, config)
+    parts = memory.fp8_experts(job(T), converted(config, E, D, H, top_k)), memory.dense(job(T), ffn, joins=True)
+
+    def make(scored: bool) -> tuple[Forward, torch.Tensor]:
+        scores = torch.empty(T, dtype=torch.float32, requires_grad=True) if scored else None
+        shared = SharedExperts(*parameters((shared_H, D), (D, shared_H), (shared_H, D)), scores)
+        return routed(config, T, D, H, E, top_k, shared=shared)
+
+    for scored in (False, True):
+        kept, _ = allocations(functools.partial(make, scored))
+        assert kept == pytest.approx(sum(part.everything for part in parts) + T * (D // 128 + 4 * scored), rel=1e-5)
 
 
 def test_routed_experts_of_two_ranks_keep_what_is_estimated():
@@ -231,11 +230,10 @@ def _routed_experts_of_two_ranks_keep_what_is_estimated():
         return of
 
     with set_default_dtype(torch.bfloat16), torch.device("meta"), Allocated() as allocated:
-        x, *weights = parameters((T, D), (E // 2, H, D), (E // 2, D, H), (E // 2, H, D))
-        ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
+        forward, _ = routed(config, T, D, H, E // 2, top_k, ep_group=dist.group.WORLD)
         before = allocated.held
         with mock.patch("titan_fp8moe.dispatch.all_to_all._any_counts", counts):
-            out = routed_experts(x, *weights, ids, scores.requires_grad_(), ep_group=dist.group.WORLD, config=config)
+            out = forward()
         kept = allocated.held - before
     assert out.shape == (T, D)
     with mock.patch.object(memory, "capacities", return_value=(2 * T, 2 * T)):  # rows and dispatched tokens
@@ -249,12 +247,8 @@ def test_autocast_holds_what_is_estimated():
     weight = nn.Parameter(torch.empty(4096, 2048))
 
     def make() -> tuple[Forward, torch.Tensor]:
-        x, w = parameters((1, 2048), tuple(weight.shape))
-
-        def forward() -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return nn.functional.linear(x, w)
-
+        leaves = parameters((1, 2048), tuple(weight.shape))
+        forward = torch.autocast("cpu", torch.bfloat16)(lambda: nn.functional.linear(*leaves))
         return forward, torch.empty(1, 4096, dtype=torch.bfloat16)
 
     kept, peak = allocations(make, torch.float32)
@@ -291,4 +285,4 @@ def _fsdp_holds_what_is_estimated(ranks: int):
 def test_other_blocks_are_not_estimated():
     model = nn.Module()
     model.layers = nn.ModuleDict({"0": nn.Linear(8, 8)})
-    assert estimate(memory_job(make_config(), make_dims()), [model]) is None
+    assert estimate(dry_run.memory_job(make_config(), make_dims()), [model]) is None
