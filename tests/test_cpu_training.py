@@ -9,26 +9,13 @@ import torch
 from torch import nn
 from torchtitan.components.validate import Validator
 
-from tests.distributed.conftest import case_dir as corpus  # noqa: F401  a fixture
-from tests.processes import ended_well, run_workers
+from tests.distributed.conftest import case_dir  # noqa: F401  a fixture
+from tests.jobs import fp8_flags
+from tests.test_titan_jobs import VALIDATION, logged, train
 from titan_fp8moe.torchtitan import flavors
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.trainer import cpu
-
-
-def train(corpus: Path, tmp_path: Path, converters: list[str], n_processes: int, overrides: list[str]) -> str:  # noqa: F811
-    """Log of a run of train_configs/debug.toml with these model converters."""
-    arguments = f"""
-        --job.config_file=train_configs/debug.toml --job.dump_folder={tmp_path}
-        --model.converters={",".join(converters)} --model.hf_assets_path={corpus}/tokenizer
-        --training.dataset_path={corpus}/data --validation.dataset_path={corpus}/data --training.seq_len=128
-        --training.local_batch_size=2 --lr_scheduler.warmup_steps=2 --metrics.log_freq=1
-        --metrics.disable_color_printing
-    """
-    run = run_workers("-m", n_processes, "torchtitan.train", *arguments.split(), *overrides, cpu_only=True)
-    assert ended_well(run) and "for other ranks to complete" in run.stdout, run.stderr[-6000:]
-    return run.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="warned of on machines without a GPU")
@@ -44,11 +31,10 @@ def test_histc_takes_integers_too():
     assert histc(doubles, 2, size, size + 2).tolist() == [0, 1]
 
 
-def test_llama4_validates(corpus: Path, tmp_path: Path):  # noqa: F811
+def test_llama4_validates(case_dir: Path, tmp_path: Path):  # noqa: F811
     """torchtitan's own validator gives its attention masks that it refuses."""
-    overrides = ["--model.name=llama4", "--model.flavor=debugmodel", "--training.steps=2", "--validation.enable"]
-    overrides += ["--validation.freq=5", "--validation.steps=2", "--validation.seq_len=128"]
-    assert "INFO - validate step: " in train(corpus, tmp_path, ["fp8_flow_moe"], 1, overrides)
+    flags = "--model.name=llama4", "--model.flavor=debugmodel", *fp8_flags(), *VALIDATION
+    assert logged(train(case_dir, tmp_path, 2, *flags, ep=1), "validate step")
 
 
 def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch):

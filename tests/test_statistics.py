@@ -1,5 +1,6 @@
 """Numerics statistics: counts checked by hand and against the transposes themselves, and when counting happens."""
 
+import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.reference import make_layer
-from tests import test_cpu_training
+from tests.distributed.conftest import case_dir  # noqa: F401  a fixture
+from tests.jobs import fp8_flags
 from tests.layer import DEVICE
+from tests.test_titan_jobs import train
 from titan_fp8moe import Fp8FlowLinear, ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.layer import statistics
@@ -26,8 +29,6 @@ from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import fix_shape_inference
 from titan_fp8moe.trainer.nan_watch import log_statistics
-
-corpus = test_cpu_training.corpus
 
 
 @pytest.fixture(autouse=True)
@@ -136,18 +137,17 @@ def test_known_shifts():
     x, a, dy, dh, weights, token_M = make_inputs()
     exponents = torch.tensor([0, -3, -10, -40], device=DEVICE).repeat_interleave(32)
     x[:] = 448 * torch.exp2(exponents.float()).unsqueeze(1)
-    result = figures(x, a, dy, dh, weights, token_M, "scaling_aware")
-    bins = {name: result[f"x/shift/{name}"] for name in statistics.SHIFTS}
-    assert bins == {"0": 0.25, "1-3": 0.25, "4-7": 0, "8-14": 0.25, "15+": 0.25}
-    assert (result["x/flushed"], result["x/rounded"]) == (0.25, 0)
-    assert result["dh/shift/0"] == 1
-    # Balanced, both operands carry half: shifts of 2, 5 and 20 in x, and 1, 5 and 20 in dh.
-    result = figures(x, a, dy, dh, weights, token_M, "balanced")
-    for kind in ("x", "dh"):
-        bins = {name: result[f"{kind}/shift/{name}"] for name in statistics.SHIFTS}
-        assert bins == {"0": 0.25, "1-3": 0.25, "4-7": 0.25, "8-14": 0, "15+": 0.25}, kind
-    result = figures(x, a, dy, dh, weights, token_M, "bf16")
-    assert result["x/shift/0"] == 1 and result["x/flushed"] == 0
+    for wgrad, kind, shares in (
+        ("scaling_aware", "x", [0.25, 0.25, 0, 0.25, 0.25]),
+        ("scaling_aware", "dh", [1, 0, 0, 0, 0]),
+        # Both operands carry half: shifts of 2, 5 and 20 in x, and 1, 5 and 20 in dh.
+        *(("balanced", kind, [0.25, 0.25, 0.25, 0, 0.25]) for kind in ("x", "dh")),
+        ("bf16", "x", [1, 0, 0, 0, 0]),
+    ):
+        result = figures(x, a, dy, dh, weights, token_M, wgrad)
+        assert [result[f"{kind}/shift/{name}"] for name in statistics.SHIFTS] == shares, (wgrad, kind)
+        if kind == "x" and wgrad != "balanced":
+            assert (result["x/flushed"], result["x/rounded"]) == (shares[-1], 0)
 
 
 @pytest.mark.parametrize("wgrad", recipe.TRANSPOSE_MODES)
@@ -172,6 +172,7 @@ def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
             nonzero = before != 0
             flushed, changed = nonzero & (after == 0), nonzero & (after != 0) & (after != before)
             assert flushed.any() and changed.any()
+            assert sum(result[f"{kind}/shift/{name}"] for name in statistics.SHIFTS) == pytest.approx(1)
             assert result[f"{kind}/flushed"] == pytest.approx(float(flushed.sum() / nonzero.sum()), rel=1e-6)
             assert result[f"{kind}/rounded"] == pytest.approx(float(changed.sum() / nonzero.sum()), rel=1e-6)
 
@@ -179,13 +180,11 @@ def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
 def run_layer(recomputed: bool, recompute: str = "activation") -> None:
     torch.manual_seed(0)
     x, scores, ids, weights = make_layer(200, 128, 128, 4, 2, device=DEVICE)
-    leaves = [t.requires_grad_() for t in (x, scores, *weights)]
-
-    def layer(x, scores, *w):
-        return routed_experts(x, *w, ids, scores, config=Fp8FlowMoEConfig(recompute=recompute))
-
-    out = checkpoint(layer, *leaves, use_reentrant=False) if recomputed else layer(*leaves)
-    out.sum().backward()
+    call = (
+        functools.partial(routed_experts, config=Fp8FlowMoEConfig(recompute=recompute)),
+        *(t.requires_grad_() for t in (x, *weights)), ids, scores.requires_grad_(),
+    )  # fmt: skip
+    (checkpoint(*call, use_reentrant=False) if recomputed else call[0](*call[1:])).sum().backward()
 
 
 def test_off_counts_nothing():
@@ -249,11 +248,10 @@ def test_ranks_add_their_counts(monkeypatch):
     assert reduced[0].split(statistics._SIZES, 1)[1][:, 1:].sum(1).tolist() == [800, 800, 800, 1600, 24]
 
 
-def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):
+def test_logged_by_torchtitan(case_dir: Path, tmp_path: Path):  # noqa: F811
     """Two ranks with expert parallelism and full checkpointing: every second step, beside the losses."""
-    overrides = ["--training.steps=5", "--fp8_flow_moe.statistics_every=2", "--metrics.enable_tensorboard"]
-    overrides += ["--parallelism.expert_parallel_degree=2", "--activation_checkpoint.mode=full"]
-    test_cpu_training.train(corpus, tmp_path, ["fp8_flow_moe"], 2, overrides)
+    flags = "--metrics.enable_tensorboard", "--activation_checkpoint.mode=full"
+    train(case_dir, tmp_path, 5, *fp8_flags(statistics_every=2), *flags)
     (folder,) = (tmp_path / "tb").iterdir()
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -263,10 +261,3 @@ def test_logged_by_torchtitan(corpus: Path, tmp_path: Path):
         assert [event.step for event in events.Scalars(tag)] == [2, 4], tag
         assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
     assert len(events.Scalars("loss_metrics/global_avg_loss")) == 5
-    for kind in ("x", "a", "dy", "dh"):
-        shares = [events.Scalars(f"fp8_flow_moe/{kind}/shift/{name}")[0].value for name in statistics.SHIFTS]
-        assert sum(shares) == pytest.approx(1)
-
-
-def test_every_shift_has_a_bin():
-    assert [shift for first, last in statistics.SHIFTS.values() for shift in range(first, last + 1)] == list(range(21))
