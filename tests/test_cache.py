@@ -97,10 +97,7 @@ def test_samples_are_of_every_expert_and_weight():
         assert not recipe.seen_weights(pair, state, None, False, None)[0]
 
 
-MODULES = pytest.mark.parametrize("kind", ["both", "linear"])
-
-
-@MODULES
+@pytest.mark.parametrize("kind", ["both", "linear"])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("clear", [lambda _: WeightCache.clear_all(), lambda m: m.load_state_dict(m.state_dict())])
 def test_what_clears_a_modules_cache(monkeypatch, clear, kind, frozen):
@@ -171,44 +168,43 @@ def test_no_capture_makes_buffers(monkeypatch):
 @pytest.mark.parametrize("layouts", ["both", "forward"])
 def test_replays_of_a_captured_step(layouts, whole):
     """Two microbatches and the optimizer's step in one graph, or a microbatch: as eager steps."""
-    results = []
-    for captured in (False, True):
-        torch.manual_seed(0)
-        layer, stream, graph = Layer(layouts=layouts), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        optimizer, grads = torch.optim.SGD(layer.weights, lr=1e-4), [torch.zeros_like(w) for w in layer.weights]
-        for w, grad in zip(layer.weights, grads, strict=True):
-            w.grad = grad
+    assert_equal(*(_weights_and_grads(layouts, whole, captured) for captured in (False, True)))
 
-        def step(layer=layer, optimizer=optimizer, grads=grads):
-            for _ in range(2 if whole else 1):
-                out = layer.forward(layer.cache)
-                torch._foreach_add_(grads, torch.autograd.grad(out, [*layer.weights], torch.ones_like(out)))
-            if whole:
-                optimizer.step()
 
-        torch.cuda.synchronize()  # the tensors were made on another stream
-        with torch.cuda.stream(stream):
+def _weights_and_grads(layouts, whole, captured):
+    torch.manual_seed(0)
+    layer, stream, graph = Layer(layouts=layouts), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    optimizer, grads = torch.optim.SGD(layer.weights, lr=1e-4), [torch.zeros_like(w) for w in layer.weights]
+    for w, grad in zip(layer.weights, grads, strict=True):
+        w.grad = grad
+
+    def step():
+        for _ in range(2 if whole else 1):
+            out = layer.forward(layer.cache)
+            torch._foreach_add_(grads, torch.autograd.grad(out, [*layer.weights], torch.ones_like(out)))
+        if whole:
+            optimizer.step()
+
+    torch.cuda.synchronize()  # the tensors were made on another stream
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    if captured:
+        with torch.cuda.graph(graph, stream=stream):
             step()
-        torch.cuda.synchronize()
-        if captured:
-            with torch.cuda.graph(graph, stream=stream):
-                step()
-        for i in range(4):
-            (graph.replay if captured else step)()
-            if not whole and i % 2:
-                optimizer.step()
-            if i == 2:
-                for w in layer.weights:
-                    w.data.mul_(1.5)  # as an EMA swap, or a foreign optimizer
-        torch.cuda.synchronize()
-        results.append([*(w.detach().clone() for w in layer.weights), *grads])
-    assert_equal(*results)
+    for i in range(4):
+        (graph.replay if captured else step)()
+        if not whole and i % 2:
+            optimizer.step()
+        if i == 2:
+            for w in layer.weights:
+                w.data.mul_(1.5)  # as an EMA swap, or a foreign optimizer
+    torch.cuda.synchronize()
+    return [*(w.detach() for w in layer.weights), *grads]
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-@pytest.mark.parametrize(
-    ("kind", "save_h"), [("experts", "bf16"), ("experts", "fp8"), ("ffn", "bf16"), ("linear", "bf16")]
-)
+@pytest.mark.parametrize("kind, save_h", [("experts", "bf16"), ("experts", "fp8"), ("ffn", "bf16"), ("linear", "bf16")])
 def test_frozen_weights(kind, save_h, recompute):
     """Same output and gradients. Steps let only trained weights be quantized anew. Only what the gradient of x needs is
     saved."""
@@ -228,14 +224,11 @@ def test_frozen_weights(kind, save_h, recompute):
         assert_equal(got, want)
         optimizer.step()
     assert {*generations(layer.cache)} == {2}
-    routed, D, H, numbers = kind == "experts", 256, 128, 8 * len(generations(layer.cache))
-    rows = (64 if routed else 128) * (D + D // 128) if recompute != "experts" or kind == "linear" else 0
-    M = (
-        (recipe.row_capacity(layer.ids.numel(), 8) if routed else 128)
-        if recompute == "none" and kind != "linear"
-        else 0
-    )
-    assert trained - kept + numbers == rows + M * (H + H // 128)
+    D, H, tokens, numbers = 256, 128, 64 if kind == "experts" else 128, 8 * len(generations(layer.cache))
+    rows = recipe.row_capacity(layer.ids.numel(), 8) if kind == "experts" else tokens
+    gone = tokens * (D + D // 128) * (recompute != "experts" or kind == "linear")
+    gone += rows * (H + H // 128) * (recompute == "none" and kind != "linear")
+    assert trained - kept + numbers == gone
     with torch.no_grad():
         assert torch.equal(layer.forward(layer.cache, True), want[0])
     assert {*generations(layer.cache)} == {2}
@@ -282,26 +275,30 @@ def _compiled_call(module, inputs):
     return _functional_call(module, inputs, _compiled)
 
 
+def _put(module, values, replace=False):
+    for name, p in module.named_parameters():
+        if replace:
+            p.data = values[name]
+        else:
+            p.data.copy_(values[name])
+
+
 def _swap(module, inputs):
     """As an EMA that evaluates: other values in the parameters' memory, and back."""
     kept = {name: p.detach().clone() for name, p in module.named_parameters()}
-    for values in (_teacher(module), kept):
-        for name, p in module.named_parameters():
-            p.data.copy_(values[name])
-        if values is not kept:
-            module(*inputs)
+    _put(module, _teacher(module))
+    module(*inputs)
+    _put(module, kept)
 
 
 def _replace(module, inputs):
     """Other tensors in the parameters, which stay."""
-    for name, values in _teacher(module).items():
-        module.get_parameter(name).data = values
+    _put(module, _teacher(module), replace=True)
     module(*inputs)
 
 
 def _write(module, inputs):
-    for name, values in _teacher(module).items():
-        module.get_parameter(name).data.copy_(values)
+    _put(module, _teacher(module))
 
 
 def _replica(module, inputs):
@@ -314,8 +311,8 @@ def _replica(module, inputs):
 
 def _other_size(module, inputs):
     """The buffers that the forward has read are dropped by the module, not by its backward."""
-    for name, values in _teacher(module).items():
-        module.get_parameter(name).data = values.repeat(2, *[1] * (values.dim() - 1))
+    larger = {name: values.repeat(2, *[1] * (values.dim() - 1)) for name, values in _teacher(module).items()}
+    _put(module, larger, replace=True)
     module(*inputs)
 
 
@@ -338,7 +335,7 @@ STORED = [("stored", False, lambda module: module, between) for between in (_fun
 
 
 @pytest.mark.parametrize(
-    ("kind", "trained", "way", "between"), [(case[0], t, *case[1:]) for case in BETWEEN for t in (False, True)] + STORED
+    "kind, trained, way, between", [(c[0], t, *c[1:]) for c in BETWEEN for t in (False, True)] + STORED
 )
 def test_a_backward_has_the_weights_of_its_forward(kind, trained, way, between):
     """Whoever uses the module in between, with gradients or without; and the module goes on right. Generations are in
@@ -434,17 +431,16 @@ def test_threads(change):
 def test_a_teacher_in_replays():
     """Graphs of the student's forward, of its backward and of the teacher's forward, and an eager step between."""
     module, inputs = _make("both", True)
-    inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
     teacher, eager = _teacher(module), copy.deepcopy(module)
     want = torch.autograd.grad(eager(*inputs).sum(), inputs[0])[0]
-    want_of_teacher = torch.func.functional_call(eager, teacher, tuple(inputs)).detach()
+    want_of_teacher = torch.func.functional_call(eager, teacher, inputs).detach()
 
     def forward():
         return module(*inputs)
 
     def with_teacher():
         with torch.no_grad():
-            return torch.func.functional_call(module, teacher, tuple(inputs))
+            return torch.func.functional_call(module, teacher, inputs)
 
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
