@@ -25,9 +25,9 @@ BOX = """\
 """
 
 
-def launched(*command: str) -> subprocess.CompletedProcess:
-    script = [sys.executable, str(ROOT / "tools/launch.py")]
-    return subprocess.run([*script, *command], capture_output=True, text=True, timeout=time_limit(60))
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    options = dict(env=os.environ | environment, capture_output=True, text=True, timeout=time_limit(30))
+    return subprocess.run(command, cwd=ROOT, **options)
 
 
 TORCHRUN_SAYS = "E1127 20:48:21 1 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) pid: 2"
@@ -45,7 +45,7 @@ TORCHRUN_SAYS = "E1127 20:48:21 1 torch/distributed/elastic/multiprocessing/api.
 def test_the_last_line_is_the_error_of_a_rank(tmp_path: Path, rank: str, report: str, shown: bool, error: str):
     """torchrun's report of it is left out where it only repeats that."""
     (tmp_path / "log").write_text(f"[rank0]:{rank}\n{TORCHRUN_SAYS}\nTraceback\n{report}\n====\n")
-    done = launched("sh", "-c", f"cat {tmp_path}/log; exit 1")
+    done = run(sys.executable, "tools/launch.py", "sh", "-c", f"cat {tmp_path}/log; exit 1")
     assert done.returncode == 1 and (TORCHRUN_SAYS in done.stdout) == ("====" in done.stdout) == shown
     assert done.stdout.splitlines()[-1].startswith(error)
 
@@ -84,13 +84,8 @@ def test_lines_appear_when_they_are_printed(tmp_path: Path):
 def test_progress_leaves_the_command_its_status():
     command = "(printf begun; printf ' failed' >&2; exit 3)"
     script = f"set -o pipefail; {command} 2>&1 | {sys.executable} tools/progress.py it"
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=time_limit(30))
+    done = run("bash", "-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (3, "begun failed", "")
-
-
-def run_tool(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    options = dict(env=os.environ | environment, capture_output=True, text=True, timeout=time_limit(15))
-    return subprocess.run(["bash", f"tools/{script}", *arguments], cwd=ROOT, **options)
 
 
 def fake_python(folder: Path, program: str) -> str:
@@ -103,7 +98,7 @@ def fake_python(folder: Path, program: str) -> str:
 
 def test_training_without_torchtitan_names_the_environment(tmp_path: Path):
     """A new shell after the quickstart, whose Python lacks even torchrun."""
-    done = run_tool("run_train.sh", PATH=fake_python(tmp_path, f'exec {sys.executable} -I -S "$@"'))
+    done = run("tools/run_train.sh", PATH=fake_python(tmp_path, f'exec {sys.executable} -I -S "$@"'))
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {tmp_path}/python3 lacks torchtitan; activate its environment")
 
@@ -129,7 +124,7 @@ def test_what_a_first_run_lacks_is_named_before_it_is_launched(tmp_path: Path, r
         (tmp_path / name / "tokenizer.json").touch()
     program = f'case "$1" in tools/launch.py) echo launched ;; *) exec {sys.executable} "$@" ;; esac'
     arguments = arguments.replace("CORPUS", str(tmp_path)).split()
-    done = run_tool("run_train.sh", *arguments, PATH=fake_python(tmp_path, program), CONFIG_FILE=str(job))
+    done = run("tools/run_train.sh", *arguments, PATH=fake_python(tmp_path, program), CONFIG_FILE=str(job))
     if not said:
         assert (done.returncode, done.stdout) == (0, "launched\n"), done.stderr
         assert ("note: model.converters has no fp8_flow_moe" in done.stderr) == ("--model.converters=" in arguments)
@@ -156,24 +151,17 @@ DRY_RUN = "python3 -m titan_fp8moe.torchtitan.dry_run train_configs/debug.toml -
 def test_mistakes_are_refused_before_any_work(tmp_path: Path, script: str, variables: dict, arguments: str, said: str):
     """No import, no corpus; no baseline of an earlier run is removed, no variable of torchtitan's script ignored."""
     path = fake_python(tmp_path, "touch $(dirname $0)/worked")
-    done = run_tool(script, *arguments.split(), PATH=path, **variables)
+    done = run(f"tools/{script}", *arguments.split(), PATH=path, **variables)
     begins, *others = said.split(" ... ")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(f"error: {begins}"), done.stderr
     assert all(part in done.stderr for part in others) and not (tmp_path / "worked").exists()
 
 
-PYTHON = """\
-case "$*" in
-*progress.py*) cat ;;
-*torch.cuda*) echo bf16 cpu ;;
-esac
-"""
-
-
 def test_the_quickstart_names_what_it_wrote(tmp_path: Path):
     """The picture of an earlier run is not this one's."""
     (tmp_path / "curves.png").touch()
-    done = run_tool("quickstart.sh", PATH=fake_python(tmp_path, PYTHON), OUT=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    python = 'case "$*" in *progress.py*) cat ;; *torch.cuda*) echo bf16 cpu ;; esac'
+    done = run("tools/quickstart.sh", PATH=fake_python(tmp_path, python), OUT=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert f"table: {tmp_path}/table.txt" in done.stdout and "curves:" not in done.stdout
 
