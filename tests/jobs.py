@@ -36,10 +36,7 @@ CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
 
 @pytest.fixture(autouse=True)
 def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same results on a machine with GPUs, for every test of a file that imports this.
-
-    Each test leaves the choice of kernels as it was.
-    """
+    """The same results on a machine with GPUs, for every test of a file that imports this."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     # With a GPU the import does not patch these.
@@ -81,16 +78,6 @@ VALIDATION = "validation"
 DRY_RUN = ["train_configs/debug.toml"]
 CONVERTED = "2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears"
 ALL_LAYERS = "layers"
-# Of torchtitan 0.2.2's models/deepseek_v3/train_configs/debug_model.toml, which its wheel lacks, what is no default.
-DEBUG_MODEL = """
-optimizer = { lr = 8e-4 }
-lr_scheduler = { warmup_steps = 2, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0 }
-training = { dataset = "c4_test" }
-activation_checkpoint = { mode = "selective", selective_ac_option = "op" }
-quantize.linear.float8 = { filter_fqns = ["output", "router.gate"] }
-quantize.grouped_mm.float8 = { fqns = ["experts"] }
-model = { name = "deepseek_v3", flavor = "tiny" }
-"""
 FLEX = attention.FlexAttentionWrapper
 DEBUG = Debug
 create_attention_mask = attention.create_attention_mask
@@ -98,11 +85,13 @@ create_attention_mask = attention.create_attention_mask
 
 def training(data: Path, folder: Path) -> list[str]:
     """Arguments of a job of torchtitan's own, without FP8."""
-    (folder / "debug_model.toml").write_text(DEBUG_MODEL)
     return f"""
-        --job.config_file={folder}/debug_model.toml {CUSTOM_MODULE} --job.dump_folder={folder}
-        --model.hf_assets_path={data}/tokenizer --training.dataset_path={data}/data --checkpoint.no_last_save_model_only
+        {CUSTOM_MODULE} --model.name=deepseek_v3 --model.flavor=tiny --job.dump_folder={folder}
+        --optimizer.lr=8e-4 --lr_scheduler.warmup_steps=2 --lr_scheduler.decay_ratio=0.8 --lr_scheduler.min_lr_factor=0
+        --activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op
+        --model.hf_assets_path={data}/tokenizer --training.dataset=c4_test --training.dataset_path={data}/data
         --validation.dataset=c4_test --validation.dataset_path={data}/data --validation.seq_len=64
+        --checkpoint.no_last_save_model_only
     """.split()
 
 

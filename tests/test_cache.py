@@ -356,18 +356,6 @@ def test_a_backward_has_the_weights_of_its_forward(kind, trained, way, between):
         assert torch.equal(module(*inputs), copy.deepcopy(module)(*inputs))
 
 
-def test_shared_experts_of_a_forward():
-    x, scores, ids, weights = make_layer(64)
-    x.requires_grad_()
-    routed, cache = ExpertWeights(*(w.detach() for w in weights)), WeightCache()
-    shared, other = (ExpertWeights(*(torch.randn_like(w[0]) * 0.05 for w in weights)) for _ in range(2))
-    options = dict(config=Fp8FlowMoEConfig(), frozen=True, shared_cache=cache, shared_frozen=True)
-    out = apply_layer(x, routed, ids, scores, shared=shared, **options)
-    (want,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
-    apply_layer(x, routed, ids, scores, shared=other, **options)
-    assert_equal(torch.autograd.grad(out.sum(), x), [want])
-
-
 def test_parameters_that_have_been_written_are_refused():
     """As nn.Linear does: a step between a forward and its backward."""
     module, inputs = _make("both", True)

@@ -1,18 +1,13 @@
-"""FFNs and linears with casts of their own: what they cast and compute, modules, tensor parallelism.
-tests/test_any_layer.py has numbers, tests/test_cache.py kept and frozen weights."""
+"""What FFNs and linears cast and compute. tests/test_any_layer.py has numbers, tests/test_cache.py kept weights."""
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.layer import DEVICE, CastCounter, refused
 from tests.specs import SETTINGS
-from tests.test_any_layer import is_dense, lie, steps
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig
+from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
-from titan_fp8moe.nn.parallel import local_of
 
 D, H = 256, 176  # H is padded to 256
 DEFAULTS = Fp8FlowMoEConfig()
@@ -71,16 +66,6 @@ def test_outputs_can_change_in_place(dtype):
         assert torch.equal(got, want)
 
 
-def test_modules_keep_their_parameter():
-    stock = torch.nn.Linear(256, 128, bias=False, device=DEVICE)
-    weight = stock.weight
-    Fp8FlowLinear.convert(stock, DEFAULTS)
-    assert type(stock) is Fp8FlowLinear and stock.weight is weight and list(stock.state_dict()) == ["weight"]
-    assert Fp8FlowLinear(256, 128)(torch.randn(4, 256)).shape == (4, 128)
-    with refused("only an nn.Linear without a bias"):
-        Fp8FlowLinear.convert(torch.nn.Identity(), DEFAULTS)
-
-
 def test_autocast_and_evaluation():
     inputs = leaves()
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -90,18 +75,3 @@ def test_autocast_and_evaluation():
             layer()
     with torch.no_grad():
         assert torch.equal(ffn(inputs), ffn([t.requires_grad_() for t in inputs]))
-
-
-@pytest.mark.parametrize("how", ["rows", "swapped", "wider"])
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-def test_tensor_parallel_gradients_are_dense(group, how, placement):
-    """And lie as their DTensors say, since fused optimizers read memory by its address."""
-    mesh, module = init_device_mesh(DEVICE, (1,)), Fp8FlowLinear(128, 256, device=DEVICE)
-    values, x = lie(torch.randn(256, 128, device=DEVICE), how), torch.randn(64, 128, device=DEVICE)
-    module.weight = torch.nn.Parameter(DTensor.from_local(values, mesh, [placement], run_check=False))
-    x = DTensor.from_local(x, mesh, [Shard(1) if placement == Shard(1) else Replicate()], run_check=False)
-    (returned,) = torch.autograd.grad(module(x).full_tensor().sum(), module.weight)
-    module(x).full_tensor().sum().backward()
-    for grad in (returned, module.weight.grad):
-        assert is_dense(local_of(grad)) and steps(local_of(grad)) == steps(grad)
-    assert how == "wider" or steps(module.weight.grad) == steps(module.weight)

@@ -13,8 +13,8 @@ from titan_fp8moe.torchtitan.first_hour import check_resumption
 
 @pytest.fixture
 def check(tmp_path):
-    """Checks a job of two data-parallel ranks, unless said otherwise, with two whole checkpoints of two ranks, after
-    steps 8 and 16. Expects an error with these words."""
+    """Checks a job with two whole checkpoints of two data-parallel ranks, after steps 8 and 16. Expects an error with
+    these words."""
     job = ConfigManager().parse_args(["--checkpoint.enable", f"--job.dump_folder={tmp_path}"])
     for step in (8, 16):
         state = {"w": torch.randn(64, 64), "dataloader.dp_rank_0": b"0" * 9, "dataloader.dp_rank_1": b"1" * 9}
@@ -22,8 +22,7 @@ def check(tmp_path):
         dcp.save(state, checkpoint_id=tmp_path / f"checkpoint/step-{step}", no_dist=True)
 
     def check(*said, replicas=1, **settings):
-        for name, value in (dict(load_step=-1, exclude_from_loading=[], folder="checkpoint") | settings).items():
-            setattr(job.checkpoint, name, value)
+        vars(job.checkpoint).update(dict(load_step=-1, exclude_from_loading=[], folder="checkpoint") | settings)
         with refused(*said):
             check_resumption(job, SimpleNamespace(dp_replicate=replicas, dp_shard=2))
 

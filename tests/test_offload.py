@@ -33,14 +33,11 @@ class LateCopies(TorchDispatchMode):
 
     Computation runs at once. A copy runs when a wait for its event makes it run, and from its issue on its target holds
     NaNs. On a GPU it may begin as soon as the events have passed for which its stream has waited, while the host is
-    ahead of the computation. So no later operation may have read the target.
-
-    Attributes:
-        log: "c1" where the copy of layer 1 is issued, "u1" where the computation waits for it.
-        interrupted: the next copy raises.
+    ahead of the computation. So no later operation may have read the target. The log has "c1" where the copy of layer 1
+    is issued, "u1" where the computation waits for it.
     """
 
-    interrupted = False
+    interrupted = False  # whether the next copy raises
 
     def __init__(self):
         super().__init__()
@@ -48,13 +45,11 @@ class LateCopies(TorchDispatchMode):
         self.time, self.read, self.issued, self.done = 0, {}, [], 0
         self.targets: set[int] = set()
         self.log: list[str] = []
+        self.Event = Event
         self.current = Stream(self, computes=True)
 
     def Stream(self, device: torch.device) -> "Stream":
         return Stream(self)
-
-    def Event(self) -> "Event":
-        return Event()
 
     def current_stream(self, device: torch.device) -> "Stream":
         return self.current
@@ -97,11 +92,8 @@ class LateCopies(TorchDispatchMode):
 
 
 class Stream:
-    """A stream of computation or of copies.
-
-    Attributes:
-        behind: for each stream of computation, the last of its operations that this stream has waited for.
-    """
+    """A stream of computation or of copies. ``behind``: for each stream of computation, the last of its operations that
+    this stream has waited for."""
 
     def __init__(self, device: LateCopies, computes: bool = False):
         self.device, self.computes, self.behind = device, computes, {}

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from torchtitan.config import ConfigManager
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
 from tests.processes import run_script
@@ -56,6 +55,18 @@ def test_a_job_that_has_its_data(tmp_path: Path):
     assert "here: validation.dataset_path = '/no/such' does not exist" in missing.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("arguments", "said"), [
+    ("experiments/throughput/train.toml --model.name=llama3 --model.flavor=debugmodel",
+     ["llama3 debugmodel", "converters none"]),
+    # Without expert parallelism FSDP does not shard over the tensor-parallel ranks.
+    ("train_configs/debugmodel.toml --parallelism.tensor_parallel_degree=2 --world-size=4",
+     ["experts: ep 1 x etp 1 x fsdp 2", "w1 (8, 256, 256), on this rank (4, 128, 256)"]),
+])  # fmt: skip
+def test_other_models_and_layouts(arguments: str, said: list[str]):
+    output = dry_run(*arguments.split())
+    assert not [words for words in said if words not in output], output
+
+
 def test_says_what_auto_will_do():
     """The peaks are those of ``symmetric`` with such buffers; on four H200s the smaller one was 89.4 GiB."""
     job = """
@@ -78,33 +89,14 @@ def test_says_what_auto_will_do():
 
 def test_own_flavor_of_the_how_to_builds(tmp_path: Path):
     """The config module of docs/how-to.md as it is printed there: Kimi-K2, a flavor of deepseek_v3."""
-    (code,) = [
-        c for c in re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to.md").read_text(), re.DOTALL) if "K2" in c
-    ]
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-to.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "K2" in block]
     (tmp_path / "my_flavors.py").write_text(code)
-    text = (ROOT / "train_configs/deepseek_v3_671b.toml").read_text()
-    for old, new in (('"titan_fp8moe.torchtitan"', '"my_flavors"'), ('"671B"', '"Kimi-K2"')):
-        assert old in text
-        text = text.replace(old, new)
-    (tmp_path / "kimi_k2.toml").write_text(text)
-    output = dry_run(tmp_path / "kimi_k2.toml", "--rank=100", before=f"import sys\nsys.path.insert(0, '{tmp_path}')")
+    flags = "--job.custom_config_module=my_flavors", "--model.flavor=Kimi-K2", "--rank=100"
+    path = f"import sys\nsys.path.insert(0, '{tmp_path}')"
+    output = dry_run(ROOT / "train_configs/deepseek_v3_671b.toml", *flags, before=path)
     assert "deepseek_v3 Kimi-K2, 1,026" in output
     assert "w1 (384, 2048, 7168), on this rank (12, 2048, 7168)" in output
-
-
-def test_dense_model_builds(tmp_path: Path):
-    config, text = tmp_path / "dense.toml", (ROOT / "train_configs/debugmodel.toml").read_text()
-    config.write_text(text.replace('"deepseek_v3"', '"llama3"').replace('["fp8_flow_moe"]', "[]"))
-    output = dry_run(config)
-    assert "llama3 debugmodel" in output and "converters none" in output
-
-
-def test_tensor_parallel_experts_are_sharded_as_reported():
-    """Without expert parallelism FSDP does not shard over the tensor-parallel ranks."""
-    config = ROOT / "train_configs/debugmodel.toml"
-    output = dry_run(config, "--parallelism.tensor_parallel_degree=2", "--world-size=4")
-    assert "experts: ep 1 x etp 1 x fsdp 2" in output
-    assert "w1 (8, 256, 256), on this rank (4, 128, 256)" in output
 
 
 @pytest.mark.parametrize("table", [True, False])
@@ -118,19 +110,16 @@ def test_a_missing_config_module_is_named(tmp_path: Path, table: bool):
         _load(str(tmp_path / "job.toml"), [])
 
 
-def test_smallest_world_size():
-    config = ConfigManager().parse_args([f"--job.config_file={ROOT}/train_configs/deepseek_v3_16b.toml"])
-    least = dict(pipeline_parallel=1, data_parallel_shard=-1, tensor_parallel=1, expert_tensor_parallel=1)
-    for degrees, want in (  # each with the degrees before
-        ({}, 8),
-        (dict(tensor_parallel=2), 8),  # EP spans the TP ranks, too
-        (dict(expert_parallel=2), 4),  # with TP it also needs two ranks of FSDP
-        (dict(tensor_parallel=1, context_parallel=2), 2),  # or of context parallelism
-        (dict(tensor_parallel=2, context_parallel=1, expert_parallel=8, expert_tensor_parallel=2), 16),
-        (dict(pipeline_parallel=4), 64),
-        (dict(data_parallel_shard=16), 128),
-        (dict(context_parallel=4, expert_parallel=6) | least, 12),
-    ):
-        for name, degree in degrees.items():
-            setattr(config.parallelism, f"{name}_degree", degree)
-        assert smallest_world_size(config) == want, degrees
+@pytest.mark.parametrize(("degrees", "ranks"), [
+    ("", 8),
+    ("tensor_parallel=2", 8),  # EP spans the TP ranks, too
+    ("tensor_parallel=2 expert_parallel=2", 4),  # with TP it also needs two ranks of FSDP
+    ("context_parallel=2 expert_parallel=2", 2),  # or of context parallelism
+    ("tensor_parallel=2 expert_tensor_parallel=2", 16),
+    ("tensor_parallel=2 expert_tensor_parallel=2 pipeline_parallel=4", 64),
+    ("tensor_parallel=2 expert_tensor_parallel=2 pipeline_parallel=4 data_parallel_shard=16", 128),
+    ("context_parallel=4 expert_parallel=6", 12),
+])  # fmt: skip
+def test_smallest_world_size(degrees: str, ranks: int):
+    flags = [f"--parallelism.{degree.replace('=', '_degree=')}" for degree in degrees.split()]
+    assert smallest_world_size(_load(f"{ROOT}/train_configs/deepseek_v3_16b.toml", flags)) == ranks

@@ -40,7 +40,7 @@ from titan_fp8moe.torchtitan03.cpu import _grouped_mm
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
-from titan_fp8moe.trainer import plan, preflight
+from titan_fp8moe.trainer import plan
 
 EP2, TP2, PP2 = ({f"parallelism.{kind}_parallel_degree": 2} for kind in ("expert", "tensor", "pipeline"))
 ALL = "5 MoE layers, 5 shared experts, 1 dense FFNs, 0 linears"
@@ -300,14 +300,6 @@ def test_cuda_graphs_need_dispatch_without_host_syncs(monkeypatch, room, door, s
         with refused(*converting):
             convert(job, 2 if settings else 1)
             job._validate_cuda_graphs()
-
-
-def test_torchft_needs_fsdp():
-    job = make_job()
-    for ft in (False, True):
-        asked = SimpleNamespace(training=job.training, fault_tolerance=SimpleNamespace(enable=ft))
-        layout = preflight.ExpertLayout(2, 1, 1, 64)
-        assert preflight.fsdp_has_work(asked, layout, SimpleNamespace(dp_replicate=1)) == ft
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
     torchrun --nproc_per_node=2 tests/torchtitan03/worker.py OUT_DIR CASE...
 
-Leaves OUT_DIR/CASE.pt: {"grads" of the first step, "losses", "norms", "expert_bias" after a step, "keys", "graphs",
-"gathered", "trainer", "trained" parameters, "weights" of some experts after the last step, "fast": whether
-``dispatch = "auto"`` began a step over symmetric memory, "saved": shapes kept under a memory budget} or {"error"}.
+Leaves OUT_DIR/CASE.pt: what :mod:`tests.distributed.runner` and :func:`run` have found, or {"error"}.
 """
 
 import dataclasses
