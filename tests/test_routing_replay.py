@@ -1,6 +1,7 @@
 """Routing replay: every router of Transformers' registry and torchtitan's, what gradients mean, and what is refused."""
 
 import contextlib
+import functools
 import importlib
 import inspect
 import re
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers", "5.17")
 
@@ -19,7 +21,7 @@ import titan_fp8moe.torchtitan  # noqa: F401  without a GPU, the router needs it
 from experiments.reference import relative_error
 from tests.layer import DEVICE, D, E, H, K, assert_equal
 from tests.processes import run_script
-from tests.test_transformers import CLASSES, loss_and_grads, make_config, make_model, make_tokens
+from tests.test_transformers import CLASSES, make_config, make_model, make_tokens
 from titan_fp8moe import Fp8Weight, RoutedExperts, record_routing, replay_routing
 from titan_fp8moe import transformers as adapter
 
@@ -40,10 +42,6 @@ class Spy:
     def __init__(self, experts: nn.Module):
         self.calls: list[tuple[Tensor, Tensor]] = []
         experts.register_forward_pre_hook(lambda _, args: self.calls.append(args[1:3]))
-
-
-def experts_of(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
 
 
 # --- routers ----------------------------------------------------------------------------------------------------------
@@ -222,23 +220,18 @@ def test_ids_of_any_int_dtype():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_replays_the_same_experts(reentrant: bool):
-    model, tokens = make_model(), make_tokens()
-    model.set_experts_implementation("fp8_flow")
-    routed = choose(*tokens.shape, 2)
-    with replay_routing(model, routed):
-        want_loss, want = loss_and_grads(model, tokens)
-    model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
-    model.train()
-    if reentrant:
-        model.enable_input_require_grads()
-    spies = [Spy(experts) for experts in experts_of(model)]
-    with replay_routing(model, routed):
-        loss, grads = loss_and_grads(model, tokens)
-    for layer, spy in enumerate(spies):
-        assert len(spy.calls) == 2  # the backward has repeated it
-        assert all(torch.equal(ids, routed[:, :, layer].flatten(0, 1)) for ids, _ in spy.calls)
-    assert loss == want_loss and all(torch.equal(grads[name], want[name]) for name in want)
+def test_checkpointing_replays_the_same_experts(reentrant: bool):
+    model, ids, results = Model().to(DEVICE), choose(S, 1, experts=E, top_k=K), []
+    x, spy = torch.randn(S, D, device=DEVICE, requires_grad=True), Spy(model.ffn)
+    for run in (model, functools.partial(checkpoint, model, use_reentrant=reentrant)):
+        model.zero_grad()
+        with replay_routing(model, ids):
+            out = run(x)
+            out.square().sum().backward()
+        results.append([out.detach(), *(p.grad for p in model.parameters())])
+    assert_equal(*results)
+    assert len(spy.calls) == 3  # the backward has repeated it
+    assert all(torch.equal(chosen, ids[:, 0]) for chosen, _ in spy.calls)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
