@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.layer import DEVICE, Allocated, CastCounter, D, Lifetimes, T, apply_layer, make_layer, saved_bytes
 from tests.specs import SETTINGS
-from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm, routed_experts
+from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
@@ -19,10 +19,11 @@ from titan_fp8moe.spec import ExpertSpec
 SHARED_H = 256
 
 
-def make_inputs(tokens=T, dtype=torch.float32, scored=False):
+def make_inputs(tokens=T, scored=False):
     """x, scores, the experts' w1, w2, w3, the shared experts', and any scores of these, as leaves; and the chosen
-    experts."""
-    x, scores, ids, weights = make_layer(tokens, dtype=dtype)
+    experts. Scores and choices are column-major."""
+    x, scores, ids, weights = make_layer(tokens)
+    scores, ids = (t.t().contiguous().t() for t in (scores, ids))
     shared = [torch.randn(s, device=DEVICE) * 0.05 for s in ((SHARED_H, D), (D, SHARED_H), (SHARED_H, D))]
     more = [torch.rand(tokens, device=DEVICE)] if scored else []
     return [t.requires_grad_() for t in (x, scores, *weights, *shared, *more)], ids
@@ -47,6 +48,8 @@ def test_two_casts_and_no_other_kernel(kind, recompute):
     with CastCounter() as backward:
         out.backward(torch.randn_like(out))
     assert not forward.stray_casts and not backward.stray_casts
+    routing = [t for t in forward.args["routed_experts_forward"] if isinstance(t, Tensor) and t.shape == ids.shape]
+    assert len(routing) == 2 and all(t.is_contiguous() for t in routing)  # kernels read a row of choices at once
     once = {"quantize_rows" if kind == "alone" else "quantize_group": 1, "permute_rows": 1}
     again = int(recompute == "experts")
     assert forward.ops == once | dict(
@@ -59,17 +62,6 @@ def test_two_casts_and_no_other_kernel(kind, recompute):
         transpose_pair=2 * both, grouped_mm_wgrad=2 * both, unpermute_gradients=1,
     )  # fmt: skip
     assert backward.args["swiglu_quantize_backward"][6] == (recompute != "none")  # a kept operand is not made again
-
-
-def test_routing_tensors_reach_the_op_contiguous():
-    """The kernels read a row of choices as one piece of memory."""
-    x, scores, chosen, weights = make_layer()
-    with CastCounter() as counter:
-        got = routed_experts(x, *weights, *(t.t().contiguous().t() for t in (chosen, scores)))
-    assert torch.equal(got, routed_experts(x, *weights, chosen, scores))
-    given = counter.args["routed_experts_forward"]
-    seen = [arg for arg in given if isinstance(arg, Tensor) and arg.shape == chosen.shape]
-    assert len(seen) == 2 and all(t.is_contiguous() for t in seen)
 
 
 @pytest.mark.parametrize("recompute", ["none", "experts"])

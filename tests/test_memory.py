@@ -68,19 +68,19 @@ def test_peaks_are_those_measured(measured: dict[str, Any]):
     assert found == pytest.approx(measured["gib"], rel=0.1)
 
 
-def test_activations_follow_the_local_batch():
+def test_what_changes_activations():
     small, large = run(FP8), run(FP8[:-1] + "8")
     assert large.activations == pytest.approx(2 * small.activations, rel=0.02)
     assert large.peak - small.peak > 0.5 * small.activations
     # Every second product is kept: of wq, wkv_a, wkv_b and wo in bf16, 4 layers, 4 x 4096 tokens.
     recomputed = run(f"{FP8} --activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns=attention.w")
     assert small.activations - recomputed.activations == 2 * (3072 + 4096) * 4 * 4 * 4096
-
-
-def test_settings_that_keep_less():
     for settings in (("mode=none", "mode=selective", "mode=full"), ("selective_ac_option=2", "selective_ac_option=1")):
         kept = [run(f"{FP8} --activation_checkpoint.{setting}").activations for setting in settings]
         assert kept == sorted({*kept}, reverse=True)
+    eager = f"{FP8} --compile.no_enable"
+    one, two = run(eager), run(f"{eager} --parallelism.tensor_parallel_degree=2", gpus=4)  # with two ranks of FSDP
+    assert two.activations == pytest.approx(one.activations / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(("setting", "gib"), [
@@ -97,12 +97,6 @@ def test_a_compiled_loss_takes_4_bytes_per_logit_instead_of_12():
     flags = f"{FP8} --activation_checkpoint.mode=full --training.global_batch_size=8"
     compiled, eager = run(flags), run(f"{flags} --compile.components=model")
     assert compiled.where == eager.where == "at the loss" and eager.peak - compiled.peak == 8 * 102400 * 4 * 4096
-
-
-def test_tensor_parallelism_divides_activations():
-    eager = f"{FP8} --compile.no_enable"
-    one, two = run(eager), run(f"{eager} --parallelism.tensor_parallel_degree=2", gpus=4)  # with two ranks of FSDP
-    assert two.activations == pytest.approx(one.activations / 2, rel=0.05)
 
 
 def test_early_pipeline_stages_hold_more_microbatches():

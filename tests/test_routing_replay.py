@@ -188,7 +188,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_plain_pytorch(stored: bool):
-    """Gradients are those of the replayed scores."""
+    """Gradients are those of the replayed scores. Ids have any int dtype, and may be NumPy's, as vLLM returns them."""
     model, x = Model().to(DEVICE), torch.randn(S, D, device=DEVICE)
     if stored:
         model.ffn = RoutedExperts.from_fp8(*(Fp8Weight.quantize(w) for w in model.ffn.adaptable().values()))
@@ -200,20 +200,13 @@ def test_plain_pytorch(stored: bool):
         grad = torch.autograd.grad(got.sum(), model.router.weight)
     want = model.ffn(x, ids, model.router(x).softmax(-1).gather(1, ids))
     assert_equal([got, *grad], [want, *torch.autograd.grad(want.sum(), model.router.weight)])
+    for dtype in ("uint8", "uint16", "uint32", "uint64", "int16"):
+        for given in (ids.cpu().numpy().astype(dtype), ids.to(getattr(torch, dtype))):
+            with replay_routing(model, given[:, None]):
+                assert torch.equal(model(x), got)
     with record_routing(model) as routing:
         model(x)
     assert routing.routed_experts().shape == (S, 1, K)
-
-
-def test_ids_of_any_int_dtype():
-    """NumPy's, as vLLM returns them, and tensors."""
-    model, x, ids = Model().to(DEVICE), torch.randn(S, D, device=DEVICE), choose(S, 1, experts=E, top_k=K)
-    found = []
-    for dtype in ("int64", "uint8", "uint16", "uint32", "uint64", "int16"):
-        for given in (ids.cpu().numpy().astype(dtype), ids.to(getattr(torch, dtype))):
-            with replay_routing(model, given):
-                found.append(model(x))
-    assert all(torch.equal(out, found[0]) for out in found)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
