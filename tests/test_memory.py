@@ -161,9 +161,8 @@ def routed(
 ) -> tuple[Forward, torch.Tensor]:
     x, *weights = parameters((T, D), (E, H, D), (E, D, H), (E, H, D))
     ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
-    return lambda: routed_experts(x, *weights, ids, scores.requires_grad_(), config=config, **options), torch.empty(
-        T, D
-    )
+    forward = functools.partial(routed_experts, x, *weights, ids, scores.requires_grad_(), config=config, **options)
+    return forward, torch.empty(T, D)
 
 
 @pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 176)])
