@@ -91,7 +91,7 @@ def test_numbers_of_tokens_are_numbers_elsewhere(group):
 
 @pytest.mark.parametrize("use", [
     lambda t: t.to("meta"), lambda t: t.to("cpu", torch.int32), lambda t: t.to(device="cpu"), lambda t: t[:1],
-    lambda t: t.to(torch.device("meta"), torch.float32), lambda t: t.to(torch.device("meta"), copy=True),
+    lambda t: t.to(torch.device("meta"), torch.float32), lambda t: t.to(torch.device("meta"), dtype=torch.float32),
     lambda t: torch.tensor(0).to(t.device).add_((t != -100).sum()), lambda t: t.to(torch.ones(1)), torch.clone,
     copy.copy, copy.deepcopy, lambda t: copy.deepcopy([t, t])[1], lambda t: pickle.loads(pickle.dumps(t)),
 ])  # fmt: skip
