@@ -53,14 +53,11 @@ def make_layer(tokens=T, experts=E, dtype=torch.float32):
     return reference.make_layer(tokens, D, H, experts, K, dtype, DEVICE)
 
 
-def results(leaves, out, dout):
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-
 def gradients(function, leaves, dout):
     """The function's output, and the gradients of copies of the leaves."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    return results(leaves, function(*leaves), dout)
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
 
 def run(x, scores, chosen, weights, dout, config, score_before=False):
@@ -159,7 +156,8 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in FUNCTIONS:
             # What is recorded, and its arguments, would live on.
-            nothing = mock.patch.object(launch.Kernel, "_launch", lambda kernel, *_, **__: self._launched(kernel))
+            noted = lambda kernel, *_, **__: self.kernels.append(kernel.kernel.__name__)  # noqa: E731
+            nothing = mock.patch.object(launch.Kernel, "_launch", noted)
             with self, launch.recording(), nothing:
                 return FUNCTIONS[func](*args)
         self._see((args, kwargs))
@@ -167,9 +165,6 @@ class Allocated(TorchDispatchMode):
         self.made += [(func._opname, t.numel(), t.dtype) for t in self._see(out)]
         self.peak = max(self.peak, self.held)
         return out
-
-    def _launched(self, kernel: launch.Kernel) -> None:
-        self.kernels.append(kernel.kernel.__name__)
 
     def _see(self, tree: Any) -> list[Tensor]:
         """The tensors with storages that no op has seen."""

@@ -1,7 +1,6 @@
 """Low-rank adapters beside FP8 experts: their effect, cost and modules. tests/test_any_layer.py has their numbers."""
 
 import copy
-import re
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from experiments import reference
 from tests.layer import DEVICE, CastCounter, D, E, H, gradients, make_layer, refused, saved_bytes
-from tests.processes import run_script
 from titan_fp8moe import Adapter, Fp8Weight, Lora, RoutedExperts, recipe, routed_experts
 from titan_fp8moe.ops import lora as lora_ops
 
@@ -57,16 +55,6 @@ def test_effect_on_4096_tokens():
         assert abs(float((beside * true).sum() / true.square().sum()) - 1) < 0.03
         errors = [reference.relative_error(got, true) for got in (requantized, beside)]
         assert errors[0] > error_merged * errors[1], errors
-
-
-@pytest.mark.slow
-def test_example():
-    done = run_script("examples/lora.py", "--steps", "10", gpu=torch.cuda.is_available())
-    said = r"last loss ([+-][\d.]+)% from bf16, .*: ([+-][\d.]+) at step 1, ([+-][\d.]+) at the end\n"
-    match = re.search(said + r"loss ([\d.]+) beside, ([\d.]+) merged", done.stdout)
-    assert match, done.stdout + done.stderr
-    percent, first, last, beside, merged = map(float, match.groups())
-    assert abs(percent) < 5 and abs(last) < 1.5 * abs(first) and beside < merged < 0.25
 
 
 def test_what_adapters_cost():
@@ -170,24 +158,23 @@ def test_module_refuses(group):
         RoutedExperts.from_fp8(*stored, ep_group=group).add_lora(8, 4)
 
 
-@pytest.mark.parametrize("policy", [None, torch.bfloat16], ids=["", "mixed precision"])
-def test_adapters_under_fsdp(group, policy):
-    """FSDP shards trained adapters and frozen experts in one group."""
-    x, scores, ids, _ = make_layer()
+def test_adapters_under_fsdp(group):
+    """FSDP shards trained adapters and frozen experts in one group, here with mixed precision."""
+    x, scores, ids, _ = make_layer(dtype=torch.bfloat16)
     plain = make_module()
     plain.add_lora(8, 8)
     fill(plain)
-    sharded = copy.deepcopy(plain)
-    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=policy))
+    sharded, policy = copy.deepcopy(plain), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)), mp_policy=policy)
     sharded.set_force_sum_reduction_for_comms(True)
-    outs = [module(x.to(policy or x.dtype), ids, scores) for module in (plain, sharded)]
+    outs = [module(x, ids, scores) for module in (plain, sharded)]
     for out in outs:
         out.square().sum().backward()
     assert reference.relative_error(outs[1].detach(), outs[0].detach()) < 0.05
     for n, B in plain.lora_B.items():
         assert reference.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
     assert sharded.w1.grad is None
-    sharded(x.to(policy or x.dtype), ids, scores)  # leaves whole copies of the weights
+    sharded(x, ids, scores)  # leaves whole copies of the weights
     for module in (plain, sharded):
         module.merge_lora()
     assert torch.equal(sharded.w1.full_tensor(), plain.w1)
