@@ -28,10 +28,7 @@ def make_converted() -> MoE:
 
 
 def test_which_shared_experts_can_be_fp8():
-    assert why_not_fp8(FeedForward(256, 512), 2) is None
     assert why_not_fp8(FeedForward(256, 512), 32) is None  # padded
-    assert "hidden dim 512 over 64 tensor-parallel ranks is no multiple of 16" in why_not_fp8(FeedForward(256, 512), 64)
-    assert "model dim 200" in why_not_fp8(FeedForward(200, 256), 1)
     other = FeedForward(256, 256)
     other.w2 = torch.nn.Linear(256, 256)
     assert why_not_fp8(other, 1) == "FeedForward of Linear, Linear, Linear"

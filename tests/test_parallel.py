@@ -12,12 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.layer import refused
 from titan_fp8moe import (
     Fp8FlowMoEConfig,
-    Fp8Weight,
     RoutedExperts,
     clip_grad_norm_,
-    distributed_data_parallel,
     parameter_groups,
-    recipe,
 )
 from titan_fp8moe.nn import parallel
 
@@ -98,19 +95,3 @@ def test_groups_of_parameters(group):
     assert [len(g["params"]) for g in groups] == [2, 6]
     assert groups[1]["params"][0] is experts.w1 and isinstance(experts.w1.device_mesh, DeviceMesh)
     assert "num_experts=4 over 1 ranks" in repr(experts)
-
-
-def test_experts_divide_over_the_group():
-    with refused("num_experts = 5 do not divide"):
-        RoutedExperts(5, 128, 128, ep_group=SimpleNamespace(size=lambda: 2))
-
-
-@pytest.mark.parametrize("dtype", [recipe.E8M0, torch.float32, torch.bfloat16], ids=str)
-def test_ddp_leaves_experts_that_are_stored_in_fp8(group, dtype):
-    """Values and scales are this rank's, whatever integers hold them."""
-    stored = [Fp8Weight.quantize(torch.randn(4, *shape)) for shape in ((256, 128), (128, 128))]
-    if dtype != recipe.E8M0:
-        stored = [Fp8Weight.of_blocks(q, recipe.exp2(recipe.exponent(scale)).to(dtype)) for q, scale in stored]
-    model = nn.Sequential(nn.Linear(128, 4), RoutedExperts.from_fp8(*stored, ep_group=group))
-    distributed_data_parallel(model)
-    assert {f"1.{name}" for name, _ in model[1].named_parameters()} <= {*model._ddp_params_and_buffers_to_ignore}

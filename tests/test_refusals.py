@@ -1,5 +1,6 @@
 """What layers refuse: inputs, and the words that name the fault or its remedy. Kernels would notice few of them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,6 +188,7 @@ REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (ffn, dict(x=torch.empty(2**21, D, device="meta")), ("kernels take at most 2097024 rows",)),
     (linear, dict(w=lambda w: w[:112]), ("the weight is (112, 256); both dims must be multiples of 128",)),
     (linear, dict(x=Tensor.half), ("x must be bf16 or fp32",)),
+    (RoutedExperts, dict(num_experts=5, ep_group=SimpleNamespace(size=lambda: 2)), ("num_experts = 5 do not divide",)),
     (RoutedExperts, dict(dtype=torch.float16), ("dtype=torch.bfloat16",)),
     (RoutedExperts, dict(config={}), ("got dict; use Fp8FlowMoEConfig(**settings)",)),
     (RoutedExperts, with_activation("swiglu", limit=7.0), ("no parameter 'limit'; it has none",)),
