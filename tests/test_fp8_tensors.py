@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.layer import assert_equal, refused
-from tests.processes import run_script
 from tests.test_transformers import make_model
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts
 from titan_fp8moe.export_fp8 import fp8_tensors
@@ -153,16 +152,3 @@ REFUSALS = [
 def test_refusals(group, model, options, said):
     with refused(*said.split(" ... ")):
         tensors_of(model(), **options)
-
-
-def test_merged_adapters():
-    model = experts(lora=True)
-    model["moe"].merge_lora()
-    assert len(tensors_of(model, adapter=Adapter)) == 4 * 3 * 2
-
-
-@pytest.mark.slow
-def test_example():
-    done = run_script("examples/fp8_weights.py", gpu=torch.cuda.is_available())
-    assert done.returncode == 0, done.stderr
-    assert f"{2 * 8 * 3} of them in FP8" in done.stdout

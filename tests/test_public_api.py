@@ -3,7 +3,6 @@
 import copy
 import itertools
 import re
-import subprocess
 
 import pytest
 import torch
@@ -18,23 +17,28 @@ from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.nn.parallel import local_of
 
-EXAMPLE = str(ROOT / "examples/plain_pytorch.py")
+LOSS = r"last loss ([+-][\d.]+)% from (?:bf16|fp32)"
+EXAMPLES = [  # what each prints, with the largest of its numbers
+    ("plain_pytorch", "--compile", LOSS, [2]),
+    ("finetune_transformers", "--steps 6 --tiny", LOSS, [2]),
+    pytest.param("lora", "--steps 10", rf"{LOSS}[\s\S]* ([\d.]+) merged", [5, 0.25], marks=pytest.mark.slow),
+    pytest.param("fp8_weights", "", f"\\b{2 * 8 * 3} of them in FP8", [], marks=pytest.mark.slow),
+]
 
 
-def last_loss(done: subprocess.CompletedProcess) -> float:
-    """The example's, relative to fp32's."""
-    match = re.search(r"last loss ([+-][\d.]+)% from fp32", done.stdout)
-    assert match, done.stdout + done.stderr
-    return float(match[1]) / 100
-
-
-def test_example():
-    """Compiled; on two processes it is not."""
-    assert abs(last_loss(run_script(EXAMPLE, "--compile", gpu=torch.cuda.is_available()))) < 0.02
+@pytest.mark.parametrize(("name", "options", "said", "most"), EXAMPLES)
+def test_examples(name, options, said, most):
+    done = run_script(f"examples/{name}.py", *options.split(), gpu=torch.cuda.is_available())
+    match = re.search(said, done.stdout)
+    assert done.returncode == 0 and match, done.stdout + done.stderr
+    assert all(abs(float(number)) < bound for number, bound in zip(match.groups(), most, strict=True))
 
 
 def test_example_on_two_processes():
-    assert abs(last_loss(run_workers(EXAMPLE, 2))) < 0.02
+    """It is not compiled there."""
+    done = run_workers(str(ROOT / "examples/plain_pytorch.py"), 2)
+    match = re.search(LOSS, done.stdout)
+    assert match and abs(float(match[1])) < 2, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -134,6 +138,11 @@ def test_scores_stay_fp32_under_fsdp(group, sharded, early):
     assert all(local_of(weight.grad).any() for weight in (block.experts.w1, block.router.weight))
 
 
+def quantized(rows: int, columns: int):
+    q, scale = recipe.quantize_rows(torch.randn(rows, columns, device=DEVICE))
+    return q, recipe.column_major(scale)
+
+
 def test_flops_are_counted():
     """Of all rows that there is room for; columns that are padded count. A backward multiplies twice as much,
     besides the GEMM that it repeats."""
@@ -145,6 +154,9 @@ def test_flops_are_counted():
     rows, tokens, config = recipe.row_capacity(T * K, E), recipe.group_rows(T), Fp8FlowMoEConfig()
     one, both = rows * H * D, (rows + tokens) * H * D
     shared, again = SharedExperts(*dense), Fp8FlowMoEConfig(recompute="experts")
+    ends, (x_q, dy_q) = torch.full((E,), 128, dtype=torch.int32, device=DEVICE), (quantized(256, n) for n in (D, H))
+    grouped, wgrad = torch.ops.titan_fp8moe.grouped_mm, torch.ops.titan_fp8moe.grouped_mm_wgrad
+    w_q, transposed = recipe.quantize_weight(weights[0].detach()), recipe.transpose_pair(*x_q, *dy_q, ends)
     for layer, forward, backward in (
         (lambda: routed_experts(x, *weights, ids, scores), 3 * one, 6 * one),
         (lambda: routed_experts(x, *narrow, ids, scores), 3 * one, 6 * one),
@@ -154,6 +166,8 @@ def test_flops_are_counted():
         (lambda: feed_forward(x, dense, config), 3 * tokens * H * D, 6 * tokens * H * D),
         (lambda: feed_forward(x, part, config), 3 * tokens * H * D, 6 * tokens * H * D),
         (lambda: linear(x, dense.w1, config), tokens * H * D, 2 * tokens * H * D),
+        (lambda: grouped(*x_q, *w_q, ends, torch.bfloat16), 256 * H * D, None),  # whatever rows are in use
+        (lambda: wgrad(*transposed[2:], *transposed[:2], ends, torch.bfloat16), 256 * H * D, None),
     ):
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
             out = layer()
