@@ -230,7 +230,9 @@ class Tensors(NamedTuple):
                 leaves["shared3"] = matrix(H, D)
         if layer.shared == "scored":
             leaves["shared_scores"] = torch.rand(T)
-        leaves["x"], dout = ((t * magnitudes(T)).to(layer.dtype) for t in (leaves["x"], dout * 1e-10))
+        # Powers of two: a scale that tokens share would be seen.
+        factors = (torch.exp2(torch.randint(-4, 5, (T, 1))) for _ in range(2))
+        leaves["x"], dout = ((t * f).to(layer.dtype) for t, f in zip((leaves["x"], dout * 1e-10), factors, strict=True))
         if layer.entry in GEMMS:
             leaves = {name: leaves[name] for name in ("x", "w1")}
         return cls(leaves, layer.ids(), dout)
@@ -253,11 +255,6 @@ def lie(t: Tensor, how: str) -> Tensor:
     if how == "swapped":
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     return torch.cat([t, torch.ones_like(t[..., :16])], -1)[..., : t.shape[-1]] if how == "wider" else t
-
-
-def magnitudes(tokens: int) -> Tensor:
-    """Powers of two (T, 1): a scale that tokens share would be seen."""
-    return torch.exp2(torch.randint(-4, 5, (tokens, 1)))
 
 
 ADAPTER_SCALE = 0.5

@@ -7,30 +7,9 @@ import io
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.layer import DEVICE, assert_equal, refused
+from tests.layer import DEVICE, D, E, H, assert_equal, make_layer, refused
 from titan_fp8moe import Fp8Weight, RoutedExperts, recipe, routed_experts
-
-D, H, E, K, T = 256, 128, 4, 2, 96
-
-
-def make_inputs() -> tuple[Tensor, Tensor, Tensor]:
-    x = torch.randn(T, D, dtype=torch.bfloat16, device=DEVICE)
-    ids = torch.rand(T, E, device=DEVICE).topk(K).indices
-    return x, ids, torch.rand(T, K, device=DEVICE)
-
-
-def make_weights(dtype: torch.dtype) -> list[Fp8Weight]:
-    """In e8m0 the scales are powers of two."""
-    weights = [Fp8Weight.quantize(torch.randn(E, *shape, device=DEVICE)) for shape in ((H, D), (D, H), (H, D))]
-    if dtype == recipe.E8M0:
-        return weights
-    scales = [recipe.exp2(recipe.exponent(weight.scale)) for weight in weights]
-    return [
-        Fp8Weight(w.q, (s * (0.05 + 0.1 * torch.rand_like(s))).to(dtype)) for w, s in zip(weights, scales, strict=True)
-    ]
-
 
 INTEGERS = {recipe.E8M0: torch.uint8, torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -38,7 +17,13 @@ INTEGERS = {recipe.E8M0: torch.uint8, torch.float32: torch.int32, torch.bfloat16
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_the_module_keeps_bytes(dtype: torch.dtype):
     """Through casts, graphs and state dicts. It shares a fused weight's memory, and reads no other dtype's scales."""
-    (w1, w2, w3), (x, ids, scores), ints = make_weights(dtype), make_inputs(), INTEGERS[dtype]
+    x, scores, ids, weights = make_layer(dtype=torch.bfloat16)
+    ints, stored = INTEGERS[dtype], [Fp8Weight.quantize(w) for w in weights]
+    if dtype != recipe.E8M0:  # then they are no powers of two
+        scales = [recipe.exp2(recipe.exponent(w.scale)) for w in stored]
+        scales = [(s * (0.5 + torch.rand_like(s))).to(dtype) for s in scales]
+        stored = [Fp8Weight(w.q, scale) for w, scale in zip(stored, scales, strict=True)]
+    w1, w2, w3 = stored
     experts = RoutedExperts.from_fp8(w1, w2, w3)
     want = routed_experts(x, w1, w2, w3, ids, scores)
     state = experts.state_dict()

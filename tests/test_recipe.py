@@ -24,13 +24,8 @@ settings.load_profile("recipe")
 # --- the definition ---------------------------------------------------------------------------------------------------
 
 
-def e4m3_value(code: int) -> float:
-    """Value of a non-negative e4m3 code: 4 exponent bits with bias 7, 3 mantissa bits, subnormals, no infinities."""
-    exponent, mantissa = code >> 3, code & 7
-    return math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
-
-
-VALUES = np.array([e4m3_value(code) for code in range(0x7F)])
+CODES = np.arange(0x7F)  # the non-negative: 4 exponent bits with bias 7, 3 mantissa bits, subnormals, no infinities
+VALUES = np.where(CODES < 8, np.ldexp(CODES * 1.0, -9), np.ldexp(8.0 + CODES % 8, CODES // 8 - 10))
 
 
 def round_to_e4m3(x: np.ndarray) -> np.ndarray:

@@ -26,7 +26,6 @@ from transformers.integrations import finegrained_fp8, moe
 
 from experiments.reference import relative_error
 from tests.layer import DEVICE, CastCounter, assert_equal, refused
-from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, recipe
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.export_fp8 import fp8_tensors
@@ -57,7 +56,6 @@ def experts_classes() -> list[tuple[str, str]]:
 
 CLASSES = experts_classes()
 assert {"Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts"} <= {name for _, name in CLASSES}
-SINCE_5_23 = parse(transformers.__version__) >= parse("5.23")
 # Before, torch.compile passes no modules to functions whose result is a constant of the graph.
 MODULES_IN_GRAPHS = parse(torch.__version__).release >= (2, 13)
 # Not what the recipe serves, whatever the model's config. Some are newer than Transformers 5.17.
@@ -74,7 +72,7 @@ def make_config(implementation: str = "eager", **changes: Any) -> SimpleNamespac
     values |= dict.fromkeys(("moe_intermediate_size", "intermediate_size", "expert_ffn_hidden_size"), H)
     values |= dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"), "silu")
     values |= dict(hidden_size=D, swiglu_limit=2.0, swiglu_alpha=1.7, moe_latent_size=None, num_experts_per_tok=K)
-    values |= dict(moe_hidden_size=D, mlp_gate_softcap=7.0, mlp_up_softcap=7.0, post_norm_eps=1e-6)
+    values |= dict(moe_hidden_size=D, mlp_gate_softcap=3.0, mlp_up_softcap=1.5, post_norm_eps=1e-6)
     return SimpleNamespace(**values | changes, _experts_implementation=implementation)
 
 
@@ -153,12 +151,7 @@ class Swish(torch.nn.Module):
 
 def test_gates_are_found_by_their_values():
     """Of each layer: in some models the limit is a layer's own. And of activations that are a user's own."""
-    found = [qwen3_experts(hidden_act="gelu_pytorch_tanh"), changed(qwen3_experts(), act_fn=Swish())]
-    found += [gpt_oss_experts(limit) for limit in (0.3, 3.0)]
-    if SINCE_5_23:
-        capped = dict(mlp_gate_softcap=0.5, mlp_up_softcap=3.0)
-        found += [make_experts("transformers.models.inkling2.modeling_inkling2", "Inkling2Experts", **capped)]
-    for experts in found:
+    for experts in (changed(qwen3_experts(), act_fn=Swish()), gpt_oss_experts(0.3), gpt_oss_experts(3.0)):
         inputs, dout = make_inputs(), torch.ones(T, D, device=DEVICE)
         want, got = (step(experts, name, inputs, dout)[0] for name in ("eager", "fp8_flow"))
         assert 0.01 < relative_error(got, want) < ONE_LAYER  # gradients jump where values are clamped
@@ -397,10 +390,6 @@ def bind(module: Any, forward: Callable) -> None:  # as Liger and the library ke
     module.forward = MethodType(forward, module)
 
 
-def in_place_of(kind: type, forward: Callable) -> None:
-    kind.forward = functools.wraps(kind.forward)(forward)
-
-
 OTHERS = {
     "experts": lambda layer: bind(layer.experts, other_experts),
     "below accelerate's hook": lambda layer: (bind(layer.experts, other_experts), hooked(layer.experts)),
@@ -408,7 +397,9 @@ OTHERS = {
         layer.experts, lambda self, x, *rest: (other_experts if x.requires_grad else type(self).forward)(self, x, *rest)
     ),
     "layer": lambda layer: bind(layer, other_layer),
-    "the layer's class": lambda layer: in_place_of(type(layer), other_layer),
+    "the layer's class": lambda layer: setattr(
+        type(layer), "forward", functools.wraps(type(layer).forward)(other_layer)
+    ),
 }
 WRAPPERS = {
     "accelerate's hook": lambda layer: hooked(layer.experts),
@@ -535,9 +526,3 @@ def test_quantize_of_torchao():
     assert adapter.converted(some) == ["model.layers.1.mlp.experts"]
     with refused("Qwen3MoeExperts: its gate is none of"):
         quantize_(make_model(hidden_act="gelu"), config, filter_fn=is_moe)
-
-
-def test_example():
-    done = run_script("examples/finetune_transformers.py", "--steps", "6", "--tiny", gpu=torch.cuda.is_available())
-    match = re.search(r"last loss ([+-][\d.]+)% from (?:bf16|fp32)", done.stdout)
-    assert match and abs(float(match[1])) < 2, done.stdout + done.stderr
