@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.layer import DEVICE
 from tests.patched import undone
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
@@ -190,14 +191,15 @@ def trainer(train_step, *model_parts: torch.nn.Module):
 @pytest.mark.parametrize("where", ["dataloader", "forward"])
 def test_a_step_that_runs_again_counts_once(where):
     """Its tokens, which torchtitan 0.2.2 counts as it loads them, 0.3 in each forward, in what the routers count and in
-    statistics. Rows of a step without room are NaN. tests/distributed has the random numbers."""
-    linear, router, x, logged = Fp8FlowLinear(128, 128), torch.nn.Module(), torch.randn(64, 128), []
+    statistics. It draws the same numbers. Rows of a step without room are NaN."""
+    linear, router, x, logged, drawn = Fp8FlowLinear(128, 128), torch.nn.Module(), torch.randn(64, 128), [], []
     for name in ("tokens_per_expert", "tokens_per_expert_E", "nan_flags", "expert_bias"):
         router.register_buffer(name, torch.zeros(2))
 
     def train_step(self, data):
         for size in [next(data) for _ in range(2)]:
             self.ntokens_seen += size if where == "forward" else 0
+        drawn.append([torch.rand(8, device=device) for device in {"cpu", DEVICE}])
         for buffer in router.buffers():
             buffer += 1
         (linear(x) * (torch.nan if auto.is_fast() else 1)).sum().backward()
@@ -213,7 +215,7 @@ def test_a_step_that_runs_again_counts_once(where):
     its = trainer(train_step, torch.nn.Sequential(linear, router))
     statistics.collect()
     its.train_step(load())
-    assert logged == [107] and its.ntokens_seen == 107
+    assert logged == [107] and its.ntokens_seen == 107 and all(map(torch.equal, *drawn))
     assert [name for name, buffer in router.named_buffers() if (buffer == 2).all()] == ["expert_bias"]
     counts = statistics.summarize(statistics.take("cpu"))
     assert counts["dy/nan_tiles"] == 0 and counts["dy/exponent_max"] == -8
