@@ -4,14 +4,12 @@ import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torchtitan.tools import utils
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.layer import refused
 from tests.patched import undone
 from titan_fp8moe import RoutedExperts, patches
 from titan_fp8moe.trainer import compat
-from titan_fp8moe.trainer.cpu import rebind
 
 
 def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch):
@@ -21,13 +19,6 @@ def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch):
     with refused("FSDPParamGroup.wait_for_unshard, which", "does not exist here; install", error=RuntimeError):
         compat.fix_selective_checkpointing()
     assert FSDPParamGroup.unshard is before
-
-
-def test_cpu_training_needs_what_it_replaces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(utils, "only_here", 1, raising=False)
-    with undone():
-        rebind("only_here", lambda one: one + 1)
-        assert utils.only_here == 2
 
 
 def test_a_compiled_checkpoint_keeps_its_inputs_only():

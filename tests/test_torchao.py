@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from tests.jobs import make_config, make_model
@@ -71,30 +70,13 @@ def test_other_settings_later():
         assert model[0].config is config and model[0].cache.layouts == layouts
 
 
-def test_with_torchaos_float8_linears():
-    """torchao's training of linears serves attention; the two do not meet."""
-    model, config = Model(), Float8LinearConfig(emulate=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "wo" in name)
-    quantize_(model, Fp8FlowMoEConfig(recompute="experts"), filter_fn=is_moe)
-    assert type(model.wo).__name__ == "Float8Linear" and model.experts.config.recompute == "experts"
-    assert all(value.isfinite().all() for value in step(model).values())
-
-
-def dense_in_fp8() -> nn.Module:
-    model = nn.Sequential(nn.Linear(128, 128, bias=False))
-    quantize_(model, Fp8FlowMoEConfig())
-    return model
-
-
 CONFIG = Fp8FlowMoEConfig
 REFUSALS = [
-    (dense_in_fp8, CONFIG(wgrad="bf16"), {}, "Sequential has no linear, but for its output, that is not FP8 already"),
+    (lambda: nn.Sequential(Fp8FlowLinear(128, 128)), CONFIG(), {}, "Sequential has no linear, but for its output"),
     (Model, CONFIG(), {}, "Model has MoE layers, and torchao's default filter"),
     (Model, CONFIG(), dict(filter_fn=linears("wo", "wx")), "'wx', which matches no linear"),
     (Model, CONFIG(), dict(filter_fn=lambda module, _: isinstance(module, Model)), "only an nn.Linear without a bias"),
     (Model, CONFIG(filter_fqns=["layers.1."]), dict(filter_fn=is_moe), "filter_fqns has no effect on modules that"),
-    (Model, CONFIG(linear_fqns=["wo."]), dict(filter_fn=is_moe), "linear_fqns has no effect"),
-    (Model, CONFIG(statistics_every=5), dict(filter_fn=is_moe), "statistics_every has no effect"),
     (lambda: nn.Sequential(nn.Linear(4, 4)), CONFIG(), dict(filter_fn=is_moe), "Sequential has no experts"),
 ]
 

@@ -3,6 +3,8 @@
 tests/distributed/test_layers.py compares the specification with the all-to-all.
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -136,27 +138,19 @@ def test_tokens_fill_the_room_exactly_or_are_too_many(impl, device, more):
         assert at.report[[ROWS, TOKENS]].tolist() == [[128 * more, 0], [(C + 1) * more, 0]]
 
 
-def test_late_rank_is_named():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel that waits too long traps")
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_late_rank_is_named(impl, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED_SPINS", 20)
     workspaces = make_workspaces(Sizes(3, 4, 128, 1, 1))
     for at in workspaces[:2]:
         exchange.arrive(at, 0)
     workspaces[0].timeout_s = lambda: 0.05
-    with pytest.raises(RuntimeError, match=r"rank 0 of the .* group has waited 0 s.* for ranks \[2\]"):
-        exchange.wait(workspaces[0], 0)
-    with pytest.raises(RuntimeError, match=r"ranks \[2\]"):
-        workspaces[0].begin()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel that waits too long traps")
-def test_late_rank_is_reported(device, monkeypatch):
-    monkeypatch.setattr(kernels, "INTERPRETED_SPINS", 20)
-    workspaces = make_workspaces(Sizes(3, 4, 128, 1, 1), device)
-    for at in workspaces[:2]:
-        exchange.arrive(at, 0)
-    kernels.wait(workspaces[0], 0)
+    with contextlib.suppress(RuntimeError):
+        impl.wait(workspaces[0], 0)
     assert workspaces[0].report[LATE].tolist() == [0, 0, 1]
-    with pytest.raises(RuntimeError, match=r"for ranks \[2\]"):
-        workspaces[0].check_arrivals()
+    with pytest.raises(RuntimeError, match=r"rank 0 of the .* group has waited 0 s.* for ranks \[2\]"):
+        workspaces[0].begin()
 
 
 @pytest.fixture
@@ -164,12 +158,6 @@ def at():
     """The workspace of a single rank."""
     (workspace,) = make_workspaces(Sizes(1, 4, 128, 1, 1))
     return workspace
-
-
-def test_one_exchange_at_a_time(at):
-    at.begin()
-    with pytest.raises(RuntimeError, match="two layers are in flight"):
-        at.begin()
 
 
 def test_a_transfer_ends_before_the_memory_of_an_interrupted_op(at, monkeypatch):
@@ -199,11 +187,9 @@ def test_an_interrupted_exchange_is_reset_with_all_ranks(at):
     assert len(barriers) == 2 and torch.equal(at.view("arrivals")[:, 0], at.rounds)
 
 
-def test_an_error_between_two_ops_is_refused(at):
-    """Some ranks may not have met it: none resets its arrivals alone."""
+def test_one_exchange_at_a_time(at):
+    """Nor after an error between two ops, which some ranks may not have met: none resets its arrivals alone."""
     at.barrier = lambda: pytest.fail("a barrier that the other ranks do not reach")
     at.begin()
-    at.interrupt()
-    at.interrupted = False  # of another rank
-    with pytest.raises(RuntimeError, match="an error came between two ops"):
+    with pytest.raises(RuntimeError, match="two layers are in flight .* an error came between two ops"):
         at.begin()

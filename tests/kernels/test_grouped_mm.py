@@ -23,7 +23,7 @@ GROUPS = {
     "uneven": (128, 512, 640),
     "empty first, inner and last": (0, 256, 256, 640, 640),
     "one expert has all rows": (0, 640, 640),
-    "more experts than tokens": (0,) * 5 + (128,) * 12,
+    "more experts than tokens, and than a warp has lanes": (0,) * 33 + (128,) * 4,
     "no rows": (0, 0),
     "last of two empty, buffer full": (768, 768),
     "last of three empty, buffer full": (256, 768, 768),
@@ -110,11 +110,11 @@ def test_groups(kernels, generator, device, groups, dtype):
 
 
 # Tiles of 256 columns, of 128 and both; fewer and more tiles than SMs (3 at most where they are emulated); 1 to 17
-# blocks.
+# blocks; one and two swizzle groups.
 @pytest.mark.parametrize(
     "N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (256, 2176), (1024 if INTERPRETED else 4096, 256)]
 )
-@pytest.mark.parametrize("M", [256, 1408])
+@pytest.mark.parametrize("M", [256, 1920])
 def test_shapes(kernels, generator, M, N, K):
     operands = make_operands(generator, M, N, K, 2)
     check(kernels, operands, offsets(128, M, device=operands[0].device), torch.bfloat16)
@@ -191,22 +191,6 @@ def check_wgrad(kernels, operands, offsets_E, dtype):
     return out
 
 
-@pytest.mark.parametrize("H", [128, 384])
-def test_wgrad_of_two_weights(kernels, generator, H):
-    """Gate's gradients, then up's, are bitwise equal to two separate results."""
-    operands = make_wgrad_operands(generator, 768, 2 * H, 384)
-    dy, dy_scale, *x = operands
-    groups = offsets(256, 256, 768, device=dy.device)
-    both = kernels.grouped_mm_wgrad(*operands, groups, torch.bfloat16, 2)
-    each = [
-        kernels.grouped_mm_wgrad(*part, *x, groups, torch.bfloat16)
-        for part in zip(dy.chunk(2), dy_scale.chunk(2), strict=True)
-    ]
-    assert both.shape == (6, H, 384)
-    assert torch.equal(both, torch.cat(each))
-    assert not both[[1, 4]].any(), "an expert without rows must get zeros"
-
-
 @pytest.mark.parametrize("N, columns", [(128, 16), (256, 192), (384, 320)])
 def test_without_padding(kernels, generator, N, columns):
     """A weight's padded rows give columns that are not stored."""
@@ -220,15 +204,17 @@ def test_without_padding(kernels, generator, N, columns):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts, N, K, rows, columns", [
     (1, 128, 128, 64, 64), (1, 256, 384, 192, 320), (1, 384, 128, 272, 16), (1, 256, 384, 256, 328),
-    (2, 256, 256, 80, 256), (2, 512, 128, 144, 64), (2, 512, 384, 256, 320),
+    (2, 256, 256, 80, 256), (2, 512, 128, 144, 64), (2, 512, 384, 256, 320), (2, 768, 384, 384, 384),
 ])  # fmt: skip
 @pytest.mark.parametrize("layout", recipe.WGRAD_LAYOUTS)
 def test_wgrad_of_padded_weights(kernels, generator, layout, parts, N, K, rows, columns, dtype):
-    """The rows and columns that pad each matrix of an expert are not stored, nor do they hit its neighbours. Of
-    matrices of 256 rows the Hopper kernel stores the tiles transposed."""
-    operands = make_wgrad_operands(generator, 384, N, K)
-    groups = offsets(128, 128, 384, device=operands[0].device)
-    whole = kernels.grouped_mm_wgrad(*operands, groups, dtype, parts).unflatten(0, (parts, 3))[:, :, :rows, :columns]
+    """The rows and columns that pad each matrix of an expert are not stored, nor do they hit its neighbours. Gate's
+    gradients, then up's, have the bits of separate results. Of matrices of 256 rows the Hopper kernel stores the tiles
+    transposed."""
+    operands = dy, dy_scale, *x = make_wgrad_operands(generator, 384, N, K)
+    groups = offsets(128, 128, 384, device=dy.device)
+    each = zip(dy.chunk(parts), dy_scale.chunk(parts), strict=True)
+    whole = torch.stack([kernels.grouped_mm_wgrad(*part, *x, groups, dtype) for part in each])[:, :, :rows, :columns]
     got = kernels.grouped_mm_wgrad(*operands, groups, dtype, parts, rows, columns, layout)
     want = whole.flatten(0, 1) if layout == "apart" else whole.transpose(0, 1).flatten(1, 2)
     assert got.is_contiguous()
@@ -238,16 +224,14 @@ def test_wgrad_of_padded_weights(kernels, generator, layout, parts, N, K, rows, 
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("N, K", [(128, 128), (128, 640), (384, 384), (1408, 128), (512, 384)])
-def test_wgrad_shapes(kernels, generator, N, K):
-    operands = make_wgrad_operands(generator, 256, N, K)
-    check_wgrad(kernels, operands, offsets(128, 256, device=operands[0].device), torch.bfloat16)
-
-
-def test_wgrad_of_long_groups(kernels, generator):
-    """On Hopper the producer fetches a long tile's successor towards its end, not after the first blocks."""
-    operands = make_wgrad_operands(generator, 4096, 256, 384)
-    check_wgrad(kernels, operands, offsets(2176, 2176, 2304, 4096, device=operands[0].device), torch.float32)
+@pytest.mark.parametrize("N, K, groups", [
+    *((N, K, (128, 256)) for N, K in ((128, 128), (128, 640), (384, 384), (2176, 384), (512, 384))),
+    # On Hopper the producer fetches a long tile's successor towards its end, not after the first blocks.
+    (256, 384, (2176, 2176, 2304, 4096)),
+])  # fmt: skip
+def test_wgrad_shapes(kernels, generator, N, K, groups):
+    operands = make_wgrad_operands(generator, groups[-1], N, K)
+    check_wgrad(kernels, operands, offsets(*groups, device=operands[0].device), torch.float32)
 
 
 def test_wgrad_scales_of_any_strides(kernels, generator):
