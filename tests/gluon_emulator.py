@@ -332,9 +332,7 @@ def language_of(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace,
         zeros_like=lambda x: Value(torch.zeros_like(x.tensor)),
         full=full,
         sum=lambda x, axis: Value(x.tensor.sum(axis)),
-        where=elementwise(torch.where),
-        minimum=elementwise(torch.minimum),
-        maximum=elementwise(torch.maximum),
+        **{name: elementwise(getattr(torch, name)) for name in ("where", "minimum", "maximum")},
         load=lambda pointer, mask=True, other=0: pointer.load(mask, other),
         store=store,
         atomic_add=atomic_add,
@@ -344,14 +342,8 @@ def language_of(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace,
         ],
         inline_asm_elementwise=lambda asm, constraints, args, dtype, is_pure, pack: args[0],
     )
-    mbarrier = SimpleNamespace(
-        MBarrierLayout=lambda: Barrier,
-        init=Barrier.init,
-        wait=Barrier.wait,
-        arrive=Barrier.arrive,
-        expect=Barrier.expect,
-    )
-    return language, mbarrier
+    operations = {name: getattr(Barrier, name) for name in ("init", "wait", "arrive", "expect")}
+    return language, SimpleNamespace(MBarrierLayout=lambda: Barrier, **operations)
 
 
 class EmulatedKernel:

@@ -22,12 +22,15 @@ GEMMS = {  # M, E, N, K
     "16B dgrad 2": (98304, 64, 1408, 2048),
     "671B dgrad 1": (32768, 8, 7168, 4096),
 }
-WGRADS = {  # M, E, N, K, parts
+WGRADS = {  # M, E, N, K, parts; rows, columns and layout of weights that are padded
     "smallest wgrad 1": (256, 2, 256, 128, 2),
     "smallest wgrad 2": (256, 2, 128, 128, 1),
     "16B wgrad 1": (98304, 64, 2816, 2048, 2),
     "16B wgrad 2, 2 experts": (98304, 2, 2048, 1408, 1),
     "671B wgrad 1": (32768, 8, 4096, 7168, 2),
+    "gpt-oss joined": (8192, 8, 5888, 2944, 1, 5760, 2880, "joined"),
+    "gpt-oss transposed": (8192, 8, 5888, 2944, 1, 5760, 2880, "transposed"),
+    "Gemma 4, one of two matrices": (8192, 8, 2944, 2816, 1, 2880, 2816, "joined"),
 }
 DTYPES = [torch.bfloat16, torch.float32]
 SHARED_MEMORY = 227 * 1024  # bytes that a CTA may have
@@ -53,7 +56,8 @@ def wgrad(M, E, N, K):
 
 def with_dtypes(names):
     """A result's dtype changes how a tile is stored, whatever the sizes."""
-    pairs = [(name, dtype) for name in names for dtype in DTYPES if dtype is DTYPES[0] or name.startswith("16B")]
+    both = "16B", "gpt-oss", "Gemma"
+    pairs = [(name, dtype) for name in names for dtype in DTYPES if dtype is DTYPES[0] or name.startswith(both)]
     return pytest.mark.parametrize(("name", "dtype"), pairs)
 
 
@@ -78,18 +82,17 @@ def test_grouped_mm(kernels, name, dtype, scales):
 
 @with_dtypes(WGRADS)
 def test_wgrad(kernels, name, dtype):
-    *sizes, parts = WGRADS[name]
-    check(f"{name} {dtype}", kernels.grouped_mm_wgrad, *wgrad(*sizes), dtype, parts)
+    M, E, N, K, *how = WGRADS[name]
+    check(f"{name} {dtype}", kernels.grouped_mm_wgrad, *wgrad(M, E, N, K), dtype, *how)
 
 
-@pytest.mark.parametrize("N, K, num_rows, columns, layout, dtype", [
-    *((5888, 2944, 5760, 2880, layout, dtype) for layout in ("joined", "transposed") for dtype in DTYPES),
-    (2944, 2816, 2880, 2816, "joined", DTYPES[1]),
-])  # fmt: skip
-def test_wgrad_of_padded_weights(kernels, N, K, num_rows, columns, layout, dtype):
-    """gpt-oss, and Gemma 4, one of whose two matrices a launch fills."""
-    args = *wgrad(8192, 8, N, K), dtype, 1, num_rows, columns, layout
-    check(f"wgrad {num_rows}x{columns} {layout} {dtype}", kernels.grouped_mm_wgrad, *args)
+def test_other_numbers_of_rows_compile_nothing_new(kernels):
+    def specializations(M):
+        launches = record_launches(kernels.grouped_mm, *forward(M, 2, 384, 256), DTYPES[0])
+        launches += record_launches(kernels.grouped_mm_wgrad, *wgrad(M, 2, 384, 384), DTYPES[0])
+        return [(launch.kernel, launch.options, launch.specialization()) for launch in launches]
+
+    assert all(specializations(M) == specializations(128) for M in (256, 384, 2048, 4224, 2**20))
 
 
 @pytest.mark.parametrize(

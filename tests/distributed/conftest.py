@@ -24,9 +24,6 @@ class WorkerResults:
     Where there are GPUs, but fewer than a case has ranks, it runs on the CPU with gloo, from files of its own: what the
     smaller world sizes have left on GPUs differs by more than rounding.
 
-    Attributes:
-        stops: at the first case that fails, as pytest's ``-x`` does.
-
     Args:
         out: where the script leaves ``<case>.pt``.
         script: of tests/distributed, or a tuple with its first arguments.
@@ -34,8 +31,6 @@ class WorkerResults:
         shared: folders in ``out`` that the script reads.
         settings: of ranks that share a GPU.
     """
-
-    stops = False
 
     def __init__(
         self,
@@ -111,7 +106,7 @@ class WorkerResults:
             self.logs |= {(name, out): log for name in left}
             # The case that ended the script has left its error, or else nothing.
             failed = any("error" in torch.load(out / f"{name}.pt") for name in names if name not in left)
-            names = [] if self.stops and left else left if failed else left[1:]
+            names = left if failed else left[1:]
 
     def _ranks(self, case: str) -> int:
         return next(n for n, names in self.groups.items() if case in names)
@@ -129,7 +124,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for place, cases in names.items():
         out = tmp_path_factory.mktemp("ranks")
         results[place] = WorkerResults(out, script, {place.ranks: cases}, cpu_only, settings=place.settings)
-        results[place].stops = request.config.getoption("maxfail") == 1
     return results.__getitem__
 
 

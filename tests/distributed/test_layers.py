@@ -218,18 +218,6 @@ def direct() -> dict[str, Tensor]:
     return ours(over(SMALL, "all_to_all"), mine())
 
 
-@on_ranks(2, ONE_GPU)
-def test_inference() -> None:
-    """A workspace that it makes serves a training step."""
-    layer = over(SMALL._replace(tokens=5, top_k=2), "symmetric")
-    inputs = mine(Row(layer))
-    want = ours(over(layer, "all_to_all"), inputs)
-    with torch.inference_mode():
-        out = as_function(layer, {name: t.to(DEVICE) for name, t in inputs.leaves.items()})(inputs.ids.to(DEVICE))
-    assert torch.equal(out, want["out"])
-    assert_bits(ours(layer, inputs), want)
-
-
 @on_ranks(*CPU_AND_GPU, rows=BOTH)
 def test_gradients_of_tokens_return_if_any_rank_needs_them(dispatch: str) -> None:
     """In the second all-to-all of a backward. Symmetric memory always has them."""
@@ -436,8 +424,8 @@ def mapped_bytes() -> int:
 
 @on_ranks(2, 4)
 def test_workspaces_leave_nothing_behind() -> None:
-    """One for more tokens takes the place of the others. A later group of the same name has its own, not that of ranks
-    that may be gone."""
+    """One for more tokens takes the place of the others, and one that inference makes serves a training step. A later
+    group of the same name has its own, not that of ranks that may be gone."""
     sizes = []
     for all_tokens in ([300], [150, 300]) if DEVICE == "cpu" else ():
         dist.barrier()
@@ -449,7 +437,11 @@ def test_workspaces_leave_nothing_behind() -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         for tokens in all_tokens:
             layer = over(SMALL._replace(tokens=tokens), "symmetric")
-            assert_bits(ours(layer, mine(Row(layer))), ours(over(layer, "all_to_all"), mine(Row(layer))))
+            inputs = mine(Row(layer))
+            want = ours(over(layer, "all_to_all"), inputs)
+            with torch.inference_mode():
+                assert torch.equal(as_function(layer, inputs.leaves)(inputs.ids), want["out"])
+            assert_bits(ours(layer, inputs), want)
         gc.collect()
         sizes.append(mapped_bytes())
     assert sizes[:1] == sizes[1:] and 0 not in sizes

@@ -136,19 +136,11 @@ def test_dispatch_routing(generator, name, ctas):
         assert token_C.shape == want_token.shape
 
 
-def pack_dispatch(*args):
-    """The kernel's payload, which must be the reference's in every byte."""
-    want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
-    payload = permute.pack_dispatch(*args)
-    assert_same_bits(payload.cpu(), want)
-    return payload
-
-
 # With 1024 and an odd top_k, payload rows end with the last scale. With 1152 and top-1, a backward's rows are shorter.
 @pytest.mark.parametrize("D, views", [(128, True), (1024, False), (1152, False)])
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_payloads_of_dispatch(generator, name, D, views):
-    """Byte by byte; tests/test_recipe.py has what a payload must hold. Also the routing of those that arrive."""
+    """Byte by byte; tests/test_recipe.py has what a payload must hold."""
     tokens, top_k, ranks, experts, _ = EXCHANGES[name]
     ids, scores = choose(generator, name, tokens), randn(generator, tokens, top_k)
     q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
@@ -156,12 +148,10 @@ def test_payloads_of_dispatch(generator, name, D, views):
     token_C = token_C[: int(counts_N[:, 0].sum())]
     if views:
         ids, scores = strided(ids.int()), strided(scores, after=5)
-    payload = pack_dispatch(q, scale, token_C, sent_TK, ids, scores, experts)
-    pack_dispatch(q, scale, token_C, sent_TK, None, None, experts)
-    _, _, ids_CK, scores_CK = ops.unpack_dispatch(payload, D, top_k)
-    capacity = recipe.row_capacity(ids_CK.numel(), experts)
-    got = routing.expert_routing(ids_CK, scores_CK, experts, capacity)
-    assert_same_bits(got, recipe.expert_routing(ids_CK, scores_CK, experts, capacity))
+    for of in ((ids, scores), (None, None)):
+        args = q, scale, token_C, sent_TK, *of, experts
+        want = ops.pack_dispatch(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
+        assert_same_bits(permute.pack_dispatch(*args).cpu(), want)
 
 
 def make_routing(generator, name, top_k, num_tokens):
@@ -226,10 +216,6 @@ def test_sums_with_a_bias(generator, E, with_score):
     bias = b2, score, offsets_E
     want = recipe.unpermute_sum(y, row_TK, torch.float32, None, *bias)
     assert_same_bits(permute.unpermute_sum(y, row_TK, torch.float32, None, *bias), want)
-    for row in (0, 127, M - 129):  # first rows and last ones of groups
-        one = permute.unpermute_sum(torch.zeros_like(y), row_TK.new_full((1, 1), row), torch.float32, None, *bias)
-        expert = int((offsets_E <= row).sum())
-        assert_same_bits(one[0], b2[expert] * (score[row] if with_score else 1.0))
     payload = permute.pack_combine(y, None, row_TK, *bias)
     assert_same_bits(payload.view(torch.bfloat16), want.bfloat16())
 
