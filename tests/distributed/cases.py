@@ -21,25 +21,17 @@ BASE = [
 ]
 
 
-def _case(local_batch: int, converters: str | None = "fp8_flow_moe", **overrides: str | float | bool) -> list[str]:
-    flags = [
-        f"--{name.replace('__', '.')}" + ("" if value is True else f"={value}") for name, value in overrides.items()
-    ]
-    if converters is not None:
-        flags.append(f"--model.converters={converters}")
-    return [f"--training.local_batch_size={local_batch}", f"--training.seq_len={SHORT}", *flags]
-
-
-def _parallel(local_batch: int, ep: int = 1, tp: int = 1, pp: int = 1, etp: int = 1, replicate: int = 1, **more):
-    return _case(
-        local_batch,
+def _case(local_batch: int, ep=1, tp=1, pp=1, etp=1, replicate=1, **overrides) -> list[str]:
+    overrides |= dict(
+        training__local_batch_size=local_batch,
         parallelism__expert_parallel_degree=ep,
         parallelism__tensor_parallel_degree=tp,
         parallelism__pipeline_parallel_degree=pp,
         parallelism__expert_tensor_parallel_degree=etp,
         parallelism__data_parallel_replicate_degree=replicate,
-        **more,
     )
+    overrides = {"training__seq_len": SHORT, "model__converters": "fp8_flow_moe"} | overrides
+    return [f"--{n.replace('__', '.')}" + ("" if value is True else f"={value}") for n, value in overrides.items()]
 
 
 ONE_IN_BF16 = {"fp8_flow_moe__filter_fqns": "layers.1."}
@@ -75,7 +67,7 @@ DUAL = PP | {
 INTERLEAVED = PP | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
 SINGLE = {
     "single": _case(8),
-    "single_fp32": _case(8, converters=None),
+    "single_fp32": [flag for flag in _case(8) if "converters" not in flag],
     "single_one_in_bf16": _case(8, **ONE_IN_BF16),
     "single_linears": _case(8, **LINEARS),
     "single_padded": _case(8, **PADDED),
@@ -84,53 +76,53 @@ SINGLE = {
     "single_long": _case(8, **LONG),
 }
 TWO_RANKS = {
-    "fsdp2": _parallel(4),
-    "fsdp2_fp8_gather": _parallel(2, **FP8_GATHER),  # two microbatches
-    "fsdp2_fp8_gather_padded": _parallel(2, **PADDED, **FP8_GATHER),
-    "ep2": _parallel(4, ep=2),
-    "ep2_gpt_oss": _parallel(4, ep=2, **GPT_OSS),
-    "ep2_linears": _parallel(4, ep=2, **LINEARS),
-    "tp2": _parallel(8, tp=2),
-    "tp2_linears": _parallel(8, tp=2, **LINEARS),
-    "tp2_padded": _parallel(8, tp=2, **PADDED),
-    "pp2_interleaved": _parallel(8, pp=2, **INTERLEAVED),
-    "pp2_zbv_cached": _parallel(8, pp=2, fp8_flow_moe__cache_weights=True, **ZBV),
-    "pp2_zbv_llama3": _parallel(8, pp=2, **ZBV, **LLAMA),
-    "pp2_interleaved_zb": _parallel(8, pp=2, **INTERLEAVED_ZB),
-    "pp2_dualpipev": _parallel(8, pp=2, **DUAL),
-    "fsdp2_llama3": _parallel(4, **LLAMA, **OP_AC),
-    "tp2_llama3": _parallel(8, tp=2, **LLAMA),
-    "ep2_full_ac": _parallel(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
-    "ep2_op_ac": _parallel(4, ep=2, **OP_AC),
-    "ep2_op_ac_one_in_bf16": _parallel(4, ep=2, **ONE_IN_BF16, **OP_AC),  # needs compat
-    "ep2_memory_budget": _parallel(4, ep=2, **MEMORY_BUDGET),
-    "ep2_accumulate_cached": _parallel(2, ep=2, fp8_flow_moe__cache_weights=True),
-    "pp2_cached": _parallel(8, pp=2, fp8_flow_moe__cache_weights=True, **PP),
-    "ep2_compile_full_ac": _parallel(4, ep=2, **COMPILE, **FULL_AC),
-    "fsdp2_compile": _parallel(4, **COMPILE),
-    "fsdp2_fp8_gather_compile": _parallel(2, **COMPILE, **FP8_GATHER),
-    "ep2_symmetric_compile": _parallel(2, ep=2, **COMPILE, **SYMMETRIC),
-    "ep2_cpu_offload": _parallel(4, ep=2, training__enable_cpu_offload=True),
-    "cp2_ep2": _parallel(8, ep=2, **CP),
+    "fsdp2": _case(4),
+    "fsdp2_fp8_gather": _case(2, **FP8_GATHER),  # two microbatches
+    "fsdp2_fp8_gather_padded": _case(2, **PADDED, **FP8_GATHER),
+    "ep2": _case(4, ep=2),
+    "ep2_gpt_oss": _case(4, ep=2, **GPT_OSS),
+    "ep2_linears": _case(4, ep=2, **LINEARS),
+    "tp2": _case(8, tp=2),
+    "tp2_linears": _case(8, tp=2, **LINEARS),
+    "tp2_padded": _case(8, tp=2, **PADDED),
+    "pp2_interleaved": _case(8, pp=2, **INTERLEAVED),
+    "pp2_zbv_cached": _case(8, pp=2, fp8_flow_moe__cache_weights=True, **ZBV),
+    "pp2_zbv_llama3": _case(8, pp=2, **ZBV, **LLAMA),
+    "pp2_interleaved_zb": _case(8, pp=2, **INTERLEAVED_ZB),
+    "pp2_dualpipev": _case(8, pp=2, **DUAL),
+    "fsdp2_llama3": _case(4, **LLAMA, **OP_AC),
+    "tp2_llama3": _case(8, tp=2, **LLAMA),
+    "ep2_full_ac": _case(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
+    "ep2_op_ac": _case(4, ep=2, **OP_AC),
+    "ep2_op_ac_one_in_bf16": _case(4, ep=2, **ONE_IN_BF16, **OP_AC),  # needs compat
+    "ep2_memory_budget": _case(4, ep=2, **MEMORY_BUDGET),
+    "ep2_accumulate_cached": _case(2, ep=2, fp8_flow_moe__cache_weights=True),
+    "pp2_cached": _case(8, pp=2, fp8_flow_moe__cache_weights=True, **PP),
+    "ep2_compile_full_ac": _case(4, ep=2, **COMPILE, **FULL_AC),
+    "fsdp2_compile": _case(4, **COMPILE),
+    "fsdp2_fp8_gather_compile": _case(2, **COMPILE, **FP8_GATHER),
+    "ep2_symmetric_compile": _case(2, ep=2, **COMPILE, **SYMMETRIC),
+    "ep2_cpu_offload": _case(4, ep=2, training__enable_cpu_offload=True),
+    "cp2_ep2": _case(8, ep=2, **CP),
 }
 FOUR_RANKS = {
-    "ep2_fsdp2": _parallel(2, ep=2),
-    "ep2_fsdp2_fp8_gather": _parallel(2, ep=2, **FP8_GATHER),
-    "ep4": _parallel(2, ep=4),
-    "hsdp2_ep2_fp8_gather": _parallel(2, ep=2, replicate=2, **FP8_GATHER),  # FSDP has one rank, gathers nothing
-    "tp2_ep2": _parallel(4, tp=2, ep=2),
-    "tp2_ep2_etp2": _parallel(4, tp=2, ep=2, etp=2),
-    "tp2_ep2_etp2_gpt_oss": _parallel(4, tp=2, ep=2, etp=2, **GPT_OSS),
-    "pp2_ep2_symmetric_zbv": _parallel(4, pp=2, ep=2, **SYMMETRIC, **ZBV | ONE_BY_ONE),
-    "pp2_fsdp2_zbv": _parallel(4, pp=2, **ZBV | ONE_BY_ONE),
-    "pp2_ep2_zbv": _parallel(4, pp=2, ep=2, **ALL_TO_ALL, **ZBV | ONE_BY_ONE),
-    "pp2_ep2_interleaved_zb": _parallel(4, pp=2, ep=2, **ALL_TO_ALL, **INTERLEAVED_ZB | ONE_BY_ONE),
-    "pp2_ep2_dualpipev": _parallel(4, pp=2, ep=2, **ALL_TO_ALL, **DUAL | ONE_BY_ONE),
-    "pp2_ep2_auto_zbv": _parallel(4, pp=2, ep=2, **ZBV | ONE_BY_ONE),
-    "pp2_ep2_op_ac": _parallel(4, pp=2, ep=2, **PP, **OP_AC),
-    "pp2_ep2_symmetric_op_ac_long": _parallel(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),
-    "ep2_fsdp2_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),
-    "ep2_fsdp2_fp8_gather_op_ac": _parallel(2, ep=2, fp8_flow_moe__recompute="experts", **FP8_GATHER, **OP_AC),
+    "ep2_fsdp2": _case(2, ep=2),
+    "ep2_fsdp2_fp8_gather": _case(2, ep=2, **FP8_GATHER),
+    "ep4": _case(2, ep=4),
+    "hsdp2_ep2_fp8_gather": _case(2, ep=2, replicate=2, **FP8_GATHER),  # FSDP has one rank, gathers nothing
+    "tp2_ep2": _case(4, tp=2, ep=2),
+    "tp2_ep2_etp2": _case(4, tp=2, ep=2, etp=2),
+    "tp2_ep2_etp2_gpt_oss": _case(4, tp=2, ep=2, etp=2, **GPT_OSS),
+    "pp2_ep2_symmetric_zbv": _case(4, pp=2, ep=2, **SYMMETRIC, **ZBV | ONE_BY_ONE),
+    "pp2_fsdp2_zbv": _case(4, pp=2, **ZBV | ONE_BY_ONE),
+    "pp2_ep2_zbv": _case(4, pp=2, ep=2, **ALL_TO_ALL, **ZBV | ONE_BY_ONE),
+    "pp2_ep2_interleaved_zb": _case(4, pp=2, ep=2, **ALL_TO_ALL, **INTERLEAVED_ZB | ONE_BY_ONE),
+    "pp2_ep2_dualpipev": _case(4, pp=2, ep=2, **ALL_TO_ALL, **DUAL | ONE_BY_ONE),
+    "pp2_ep2_auto_zbv": _case(4, pp=2, ep=2, **ZBV | ONE_BY_ONE),
+    "pp2_ep2_op_ac": _case(4, pp=2, ep=2, **PP, **OP_AC),
+    "pp2_ep2_symmetric_op_ac_long": _case(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),
+    "ep2_fsdp2_op_ac": _case(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),
+    "ep2_fsdp2_fp8_gather_op_ac": _case(2, ep=2, fp8_flow_moe__recompute="experts", **FP8_GATHER, **OP_AC),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
 FP8_TENSORS = "fsdp2", "ep2_compile_full_ac", "ep2_fsdp2", "hsdp2_ep2_fp8_gather"
@@ -157,10 +149,10 @@ class Auto(NamedTuple):
 
 AUTO = {
     # Two calm steps, two over symmetric memory, the first jump runs again; the next attempt waits.
-    "ep2_compiled": Auto(2, _parallel(4, ep=2, **LONG, **COMPILE, **OP_AC), (0, 0, 1, 1, 0), (4, 5)),
+    "ep2_compiled": Auto(2, _case(4, ep=2, **LONG, **COMPILE, **OP_AC), (0, 0, 1, 1, 0), (4, 5)),
     # In steps in which ranks decide, one rank alone would have had no room, and then one has no memory. Of the two
     # expert-parallel groups one has no room in step 7, and the other one knows nothing of it.
-    "ep2_fsdp2": Auto(4, _parallel(2, ep=2, **LONG), (0, 0, 0, 0, 0, 1, 1, 0), (2, 7), short=(4, 3)),
+    "ep2_fsdp2": Auto(4, _case(2, ep=2, **LONG), (0, 0, 0, 0, 0, 1, 1, 0), (2, 7), short=(4, 3)),
     # Halves of a backward; the step that runs again has NaN.
-    "pp2_ep2_nan": Auto(4, _parallel(4, pp=2, ep=2, **LONG, **INTERLEAVED_ZB | ONE_BY_ONE), (0, 0, 1, 1), (4,), nan=4),
+    "pp2_ep2_nan": Auto(4, _case(4, pp=2, ep=2, **LONG, **INTERLEAVED_ZB | ONE_BY_ONE), (0, 0, 1, 1), (4,), nan=4),
 }

@@ -1,10 +1,6 @@
 """Kernel tests run the real kernels on a GPU, and with ``TRITON_INTERPRET=1`` the interpreter on a CPU.
 
-Triton reads the variable when a kernel is defined, so a whole process is in one mode; without a GPU the tests of the
-rest of the package need the other one. Hence two commands there::
-
-    TRITON_INTERPRET=1 pytest tests/kernels
-    pytest tests --ignore tests/kernels
+Triton reads the variable when a kernel is defined, so the rest of the package needs another process.
 """
 
 import os

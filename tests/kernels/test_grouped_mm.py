@@ -28,11 +28,7 @@ GROUPS = {
     "last of two empty, buffer full": (768, 768),
     "last of three empty, buffer full": (256, 768, 768),
 }
-
-
 HOPPER = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
 CTAS = [f"emulated on {num_ctas}" for num_ctas in (1, 3)]
 
 
