@@ -392,8 +392,7 @@ def _python_class(aggregate: type) -> type:
 
 @contextmanager
 def patched(**new: Any):
-    """Lets the kernels' modules run as Python: functions, aggregates and constants lose their Gluon wrappers, and
-    ``new`` replaces names that the modules have imported."""
+    """Lets the kernels' modules run as Python, without Gluon's wrappers; ``new`` replaces names that they import."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for module in (hopper, forward, wgrad):
             for name, old in vars(module).items():

@@ -55,8 +55,7 @@ def correct_conversions() -> None:
 
 
 def _patch_language_once() -> None:
-    """Changes ``triton.language`` once per launch: each call of a device function would look through it again, a third
-    of the time of all launches."""
+    """Changes ``triton.language`` once per launch, not for each device function: a third of the time of launches."""
     patch_lang, launch, inside = interpreter._patch_lang, interpreter.GridExecutor.__call__, False
     both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 

@@ -55,8 +55,7 @@ class Exchanged(NamedTuple):
 
 
 def stand_in(x: Tensor, x_scale: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rows (M, D) bf16 and (M,) fp32 in place of an FFN's results, by the row alone; padding is not zero. ``dim`` is
-    their D if the tokens' is padded."""
+    """In place of an FFN's results, by the row alone: (M, D) bf16, D or ``dim`` if tokens are padded, and (M,) fp32."""
     byte = x.view(torch.uint8).float() + x_scale.view(torch.uint8).float().sum(1, keepdim=True)
     return (byte * 0.37 - 11).bfloat16()[:, :dim].contiguous(), byte.sum(1)
 

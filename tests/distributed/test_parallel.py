@@ -154,8 +154,7 @@ def folder():
 
 @on_ranks(2, 4)
 def test_the_pages_loop():
-    """The functions of docs/parallel.md, against one process. It resumes what the ranks have saved, and so do half as
-    many ranks."""
+    """The functions of docs/parallel.md, against one process; it, and half as many ranks, resume what is saved."""
     page: dict[str, Any] = {}
     exec(re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs/parallel.md").read_text())[0], page)
     middle = STEPS // 2

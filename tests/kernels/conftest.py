@@ -58,8 +58,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def programs_in_any_order(monkeypatch, seed):
-    """Interprets the programs of a launch from the last to the first where the seed is odd: a result that depends on
-    their order is wrong in half of the runs."""
+    """Interprets a launch's programs from the last one where the seed is odd: no result may depend on their order."""
     if INTERPRETED and seed % 2:
         from triton.runtime.interpreter import interpreter_builder
 

@@ -43,8 +43,7 @@ class DeviceWork(TorchDispatchMode):
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
 @pytest.mark.parametrize("exchanged", [False, True])
 def test_nothing_but_kernels(monkeypatch, request, seed, recompute, exchanged):
-    """No copy, fill, cast or concatenation between the kernels, forward and backward. With expert parallelism there are
-    the counts for the host beside them, and the four all-to-alls."""
+    """No copy, fill, cast or concatenation between the kernels; under expert parallelism counts and all-to-alls."""
     monkeypatch.undo()  # memory need not be poisoned here
     monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: True)  # other GPUs' kernels would not be recorded
     if exchanged:

@@ -59,24 +59,43 @@ def put_non_finite(h, d):
     h[10, 3], h[11, -1], h[12, 130], d[13, 0], d[14, 1] = *(float("nan"),) * 2, float("inf"), float("inf"), float("nan")
 
 
+def join(spec, parts, H, N):
+    """Columns of gate and up, and zeros, as they lie in the N columns of h."""
+    pad = torch.nn.functional.pad
+    if spec.interleaved:
+        return pad(torch.stack(parts, 2).flatten(1), (0, N - 2 * parts[0].shape[1]))
+    return torch.cat([pad(part, (0, H - part.shape[1])) for part in parts], 1)
+
+
+INTERLEAVED = [spec._replace(interleaved=True) for spec in SPECS if spec.activation == "clamped_swiglu"]
+# Interleaved with an even number of tile columns, an odd one, and a single one.
+KINDS = [*((spec, 0) for spec in SPECS), *((spec, hidden) for spec in INTERLEAVED for hidden in (256, 176, 32))]
+
+
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("fp8_h", [False, True])
-@pytest.mark.parametrize("spec", SPECS, ids=encode)
-def test_forward_and_backward(generator, spec, fp8_h, biased):
-    """Experts 0 and 3 have no rows. With biases some of H columns are padding."""
-    M, D, dim, end = 384, 256, 192, 256
-    H, hidden = (256, 176) if biased else (384, 384)
-    h, d, score = inputs(generator, M, H, spec)
-    h.view(M, -1, H)[:, :, hidden:], d[:, hidden:] = 0, 0
-    put_non_finite(h[:, :hidden], d[:, :hidden])
+@pytest.mark.parametrize("spec, hidden", KINDS, ids=lambda x: encode(x) if isinstance(x, ExpertSpec) else x)
+def test_forward_and_backward(generator, spec, hidden, fp8_h, biased):
+    """Experts 0 and 3 have no rows. With biases, and interleaved, some of H columns are padding."""
+    D, dim, end = 256, 192, 256
+    hidden = hidden or (176 if biased else 384)
+    H = recipe.padded(hidden)
+    M = end if H == 128 else 384  # a part of a single column of scales would have another stride
+    N = recipe.padded(2 * hidden) if spec.interleaved else spec.rows_per_unit * H
+    h, d, score = inputs(generator, M, N // spec.rows_per_unit, spec)
+    d = torch.nn.functional.pad(d, (0, H - d.shape[1]))
+    valid = join(spec, [torch.ones(1, hidden, device=h.device)] * spec.rows_per_unit, H, N)
+    h *= valid
+    d[:, hidden:] = 0
+    if hidden > 130:
+        put_non_finite(h[:, : 2 * hidden if spec.interleaved else hidden], d[:, :hidden])
     offsets_E, bias, rows, more = offsets(0, 128, end, end, device=h.device), [], None, ()
     if biased:
         dy_q, dy_scale = recipe.quantize_rows(torch.nn.functional.pad(randn(generator, M, dim) * 1e-10, (0, D - dim)))
         dy_scale = recipe.column_major(dy_scale)
         b1, b2, b3 = randn(generator, 4, hidden), randn(generator, dim, 4).bfloat16().t(), randn(generator, 4, hidden)
         bias = [*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]), None][:2]
-        rows = torch.cat([torch.nn.functional.pad(b.float(), (0, H - hidden)) for b in bias if b is not None], 1)
-        rows = recipe.expert_rows(rows, offsets_E, M)
+        rows = recipe.expert_rows(join(spec, [b.float() for b in bias if b is not None], H, N), offsets_E, M)
         more = (rows[:end],)
 
     q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, fp8_h, *bias)
@@ -121,51 +140,9 @@ def test_forward_and_backward(generator, spec, fp8_h, biased):
         for results in again:
             assert_same_bits([t[:end] for t in (dh, q, ds)], [t[:end] for t in results[:5:2]])
         if dbias:
-            parts = (part[:, :hidden] for part in dbias_rows.split(H, 1))
-            want_dbias = recipe.bias_gradient(torch.cat([*parts, db2_rows], 1), offsets_E)
+            want_dbias = recipe.bias_gradient(torch.cat([dbias_rows[:, valid[0] > 0], db2_rows], 1), offsets_E)
             assert dbias[0].dtype == torch.bfloat16 and not dbias[0][[0, 3]].any()
             assert_close(dbias[0].float(), want_dbias, rtol=0.01, atol=1e-10)
-
-
-CLAMPED = [spec for spec in SPECS if spec.activation == "clamped_swiglu"]
-INTERLEAVED = [spec._replace(interleaved=True) for spec in CLAMPED]
-
-
-@pytest.mark.parametrize("hidden", [256, 176, 32])
-@pytest.mark.parametrize("spec", INTERLEAVED, ids=encode)
-def test_interleaved_gate_and_up(generator, spec, hidden):
-    """Columns past 2 * hidden are padding. With an even number of tile columns, an odd one, and a single one."""
-    end, N, H = 128, recipe.padded(2 * hidden), recipe.padded(hidden)
-    M = end if H == 128 else 256  # a part of a single column of scales would have another stride
-    h, d, score = inputs(generator, M, N // 2)
-    d = torch.nn.functional.pad(d, (0, H - N // 2))
-    h[:, 2 * hidden :], d[:, hidden:] = 0, 0
-    if hidden > 65:
-        put_non_finite(h[:, : 2 * hidden], d)
-    offsets_E = offsets(0, end, device=h.device)
-    bias = randn(generator, 2, 2 * hidden).view(2, hidden, 2).unbind(2)
-    b2, dy = randn(generator, 2, 128), recipe.quantize_rows(randn(generator, M, 128) * 1e-10)
-    rows = torch.nn.functional.pad(torch.stack(bias, 2).flatten(1), (0, N - 2 * hidden))
-    rows = recipe.expert_rows(rows, offsets_E, M)
-    for given, given_rows in (((), None), (bias, rows[:end])):
-        q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, score, offsets_E, spec, True, *given)
-        assert q.shape == (M, H) and h_q.shape == (M, N)
-        assert_rows((q, scale), recipe.swiglu_quantize(h[:end], score[:end], spec, given_rows), end)
-        want_h, want_h_scale = recipe.quantize_hidden(h[:end], score[:end], spec, given_rows)
-        assert_same_bits((h_q[:end], h_scale[:end]), (want_h, want_h_scale))
-        wide_h = recipe.dequantize(want_h, want_h_scale)
-        for kept, wide in (((h, None), h[:end]), ((h_q, h_scale), wide_h)):
-            output = given and (b2, dy[0], recipe.column_major(dy[1]), True)
-            args = d, *kept, score, offsets_E, spec, True, *given, *output
-            *got, ds, dbias = [*swiglu.swiglu_quantize_backward(*args), None][:6]
-            *want, want_ds, dbias_rows = recipe.swiglu_quantize_backward(d[:end], wide, score[:end], spec, given_rows)
-            assert_rows(got, want, end)
-            if not given:
-                assert_close(ds[:end], want_ds, rtol=1e-4, atol=1e-13)
-                continue
-            want_dbias = recipe.bias_gradient(dbias_rows[:, : 2 * hidden], offsets_E[1:])
-            assert dbias.shape == (2, 2 * hidden + 128)
-            assert_close(dbias[1:, : 2 * hidden], want_dbias, rtol=1e-4, atol=1e-13)
 
 
 @pytest.mark.parametrize("fp8_h", [False, True])
