@@ -3,7 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -95,11 +95,7 @@ def expert_calls(M, D, H, E):
             yield quantize.quantize_weight, (weights, True, True)
         for weights, N, K in ((pair, 2 * H, D), (w2, D, H)):
             state = meta(STATE_HEADER + len(weights) * num_samples(weights[0]), dtype=INT32)
-            q, q_t, scale = (
-                meta(E, N, K, dtype=FP8),
-                meta(E, K, N, dtype=FP8),
-                meta(E, N // TILE, K // TILE, dtype=E8M0),
-            )
+            q, q_t, scale = quantize.empty_weight(w2[0], E, N, K, True, True, E8M0)
             steps, generation = meta(1, dtype=INT32), meta(2, dtype=INT32)
             yield quantize.refresh_weight, (weights, q, q_t, scale, state, steps, False, generation)
             yield quantize.refresh_weight, (weights, q, None, scale, state, None, False, None)
@@ -157,18 +153,14 @@ def symmetric_calls(N, D, E, T):
         yield kernels.push_sums, (at, plan, y, ds, row_CK, pair_CK, *more)
 
 
-class Call(NamedTuple):
+@dataclass
+class Call:
     """A call, and one of the kernels that it launches."""
 
     function: Callable
-    args: tuple
+    args: tuple = field(repr=False)
     launch: Launch
     compiled: Compiled
-
-    def __repr__(self) -> str:
-        """Without ``args``, some of which are long."""
-        sizes = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in self.args]
-        return f"{self.function.__name__}{sizes}: {self.compiled}, grid {self.launch.grid}"
 
 
 @functools.cache
