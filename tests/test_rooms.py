@@ -2,7 +2,6 @@
 
 import ast
 import graphlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -41,32 +40,23 @@ def modules(room: str) -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in sorted((ROOT / room).rglob("*.py"))}
 
 
-def is_package(name: str) -> bool:
-    return (ROOT / name.replace(".", "/")).is_dir()
-
-
-def is_module(name: str) -> bool:
-    return is_package(name) or (ROOT / f"{name.replace('.', '/')}.py").is_file()
-
-
 def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
 @cache
 def imports(room: str) -> dict[str, set[str]]:
-    """By module of a room, those that it imports, also inside of functions. ``from package import module`` counts as an
-    import of the module."""
+    """By module of a room, those that it imports, anywhere; ``from package import module`` imports the module."""
     found: dict[str, set[str]] = {name: set() for name in modules(room)}
     for name, tree in modules(room).items():
-        package = name if is_package(name) else name.rpartition(".")[0]
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found[name] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                source = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-                children, in_rooms = {f"{source}.{alias.name}" for alias in node.names}, room_of(source) in ROOMS
-                found[name] |= {child if in_rooms and is_module(child) else source for child in children}
+                assert node.module and not node.level, "imports are absolute"
+                children = {f"{node.module}.{alias.name}" for alias in node.names}
+                own = modules(room_of(node.module)) if room_of(node.module) in ROOMS else {}
+                found[name] |= {child if child in own else node.module for child in children}
     return found
 
 
