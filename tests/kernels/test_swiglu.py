@@ -93,8 +93,9 @@ def test_forward_and_backward(generator, spec, hidden, fp8_h, biased):
     if biased:
         dy_q, dy_scale = recipe.quantize_rows(torch.nn.functional.pad(randn(generator, M, dim) * 1e-10, (0, D - dim)))
         dy_scale = recipe.column_major(dy_scale)
-        b1, b2, b3 = randn(generator, 4, hidden), randn(generator, dim, 4).bfloat16().t(), randn(generator, 4, hidden)
-        bias = [*(b.bfloat16() for b in (b1, b3)[: spec.rows_per_unit]), None][:2]
+        both, b2 = randn(generator, 4, hidden, 2).bfloat16(), randn(generator, dim, 4).bfloat16().t()
+        both = both.unbind(2) if spec.interleaved else both.movedim(2, 0).contiguous()
+        bias = [*both[: spec.rows_per_unit], None][:2]
         rows = recipe.expert_rows(join(spec, [b.float() for b in bias if b is not None], H, N), offsets_E, M)
         more = (rows[:end],)
 
