@@ -12,7 +12,7 @@ from tests.gluon_emulator import emulate
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels.gemm import grouped_mm
+from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import TILE
 
@@ -305,6 +305,26 @@ def test_many_rows_and_experts(kernels, generator, device):
     M, N, K = 2**20, 128, 2176
     groups = uneven_groups(M, 256, device)
     check(kernels, make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, device):
+    def variants(kernel):
+        return len(kernel.device_caches[torch.cuda.current_device()][0])
+
+    compiled = portable.grouped_mm_kernel, portable.grouped_mm_wgrad_kernel
+    if grouped_mm.is_hopper(torch.empty(1, device=device)):
+        compiled = forward.grouped_mm_hopper_kernel.kernel, wgrad.wgrad_hopper_kernel.kernel
+    counts = []
+    for M in (128, 256, 384, 2048, 4224):
+        groups = offsets(128, M, device=device)
+        kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
+        dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384)
+        for part in (slice(0, 3), slice(3, 6)):
+            rows = slice(part.start * TILE, part.stop * TILE)
+            kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
+        counts.append([variants(kernel) for kernel in compiled])
+    assert all(count == counts[0] for count in counts) and all(counts[0]), counts
 
 
 # --- beside other work: CTAs take their tiles from a counter ----------------------------------------------------------
