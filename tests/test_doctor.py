@@ -90,11 +90,11 @@ def test_gpus_without_the_format_are_refused(gpu, capsys, capability, hip):
     assert not checked
 
 
-@pytest.mark.parametrize("case", [*self_check._cases()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*self_check.cases()], ids=lambda case: case.name)
 def test_a_wrong_element_is_found(monkeypatch, case):
     """In any result of any op; where an exponential is allowed its last bits, one in 64."""
-    run = self_check._run
-    assert self_check._agrees(case, "cpu")
+    run = self_check.run
+    assert self_check.agrees(case, "cpu")
     for index in range(len(run(case, "cpu"))):
 
         def spoiled(case: Case, device: str, index: int = index) -> list[torch.Tensor]:
@@ -105,14 +105,14 @@ def test_a_wrong_element_is_found(monkeypatch, case):
                 raw[size - 1 :: 64 * size if case.nearly else raw.numel()] ^= 0x40 if case.nearly else 1
             return results
 
-        monkeypatch.setattr(self_check, "_run", spoiled)
-        assert not self_check._agrees(case, "cuda"), index
+        monkeypatch.setattr(self_check, "run", spoiled)
+        assert not self_check.agrees(case, "cuda"), index
 
 
 def test_what_is_compared(monkeypatch):
     """Also what a backward computes again: dh and a with their scales, and the scores' gradient. Where an exponential
     is allowed its last bits, one code in a thousand may be the next one."""
-    results = [self_check._run(case, "cpu") for case in self_check._cases() if "quantize_backward" in case.name]
+    results = [self_check.run(case, "cpu") for case in self_check.cases() if "quantize_backward" in case.name]
     assert results and all(len(found) >= 5 for found in results)
     want = torch.full((4096,), 3.0)
     for wrong, near in ((3.25, True), (-3.0, False), (float("nan"), False)):
@@ -120,7 +120,7 @@ def test_what_is_compared(monkeypatch):
         got[:4] = wrong
         assert self_check.same(got.to(recipe.FP8), want.to(recipe.FP8), nearly=True) == near
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(self_check, "_agrees", lambda case, device: (case.name, device) != ("join_weight", "cuda"))
+    monkeypatch.setattr(self_check, "agrees", lambda case, device: (case.name, device) != ("join_weight", "cuda"))
     assert self_check.self_check() == ["join_weight"]
 
 

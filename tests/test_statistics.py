@@ -198,7 +198,7 @@ def test_recomputation_counts_once(recompute):
         run_layer(recomputed, recompute)
         counts.append(statistics.take(DEVICE))
     assert torch.equal(*counts)
-    exponents = counts[0].split(statistics._SIZES, 1)[1]
+    exponents = counts[0].split(statistics.SIZES, 1)[1]
     # 400 routed rows of one tile, two tiles in dh; four 128x128 blocks in each weight. Byte 0 stands for padding.
     assert exponents[:, 1:].sum(1).tolist() == [400, 400, 400, 800, 12]
 
@@ -224,7 +224,7 @@ def test_shape_inference_leaves_no_trace(group, monkeypatch):
     for _ in range(2):
         statistics.collect()
         schedule.step(x, target=x)
-        _, tiles, _, nan_tiles, _ = statistics.take("cpu").split(statistics._SIZES, 1)
+        _, tiles, _, nan_tiles, _ = statistics.take("cpu").split(statistics.SIZES, 1)
         assert tiles[0, 1:].sum() == pairs and not nan_tiles.any()
         with torch.no_grad():
             schedule.eval(x, target=x)
@@ -242,7 +242,7 @@ def test_ranks_add_their_counts(monkeypatch):
     log_statistics(processor, 3, DEVICE)
     ((figures, step),) = logged
     assert figures["fp8_flow_moe/x/nan_tiles"] == 0 and step == 3 and not statistics.collecting()
-    assert reduced[0].split(statistics._SIZES, 1)[1][:, 1:].sum(1).tolist() == [800, 800, 800, 1600, 24]
+    assert reduced[0].split(statistics.SIZES, 1)[1][:, 1:].sum(1).tolist() == [800, 800, 800, 1600, 24]
 
 
 def test_logged_by_torchtitan(case_dir: Path, tmp_path: Path):  # noqa: F811

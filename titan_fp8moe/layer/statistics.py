@@ -30,7 +30,7 @@ _LIMIT = 20  # larger shifts count as this one, which already sends every value 
 _UNCOUNTED = _LIMIT + 1  # the shift of values that do not count: padding, tiles of zeros, NaN
 _CODES = 128  # of e4m3, without the sign
 # Values by shift and code, tiles by scale byte, rows by spread, NaN tiles, nonzero inputs (of weights).
-_SIZES = ((_UNCOUNTED + 1) * _CODES, 256, 256, 1, 1)
+SIZES = ((_UNCOUNTED + 1) * _CODES, 256, 256, 1, 1)
 _CHUNK = 1 << 25  # values processed at once, which bounds memory
 
 _collecting = False
@@ -71,7 +71,7 @@ def take(device: torch.device | str) -> Tensor:
 
 
 def _zeros(device: torch.device | str) -> Tensor:
-    return torch.zeros(len(KINDS), sum(_SIZES), dtype=torch.int64, device=device)
+    return torch.zeros(len(KINDS), sum(SIZES), dtype=torch.int64, device=device)
 
 
 Operand = tuple[str, Rows, int, int]
@@ -141,7 +141,7 @@ def _add(kind: str, q: Tensor, byte_BRG: Tensor, live_BR: Tensor, shift_BRG: Ten
         shift_BRG: int32, by how much the transpose lowers the exponents; arbitrary where nothing counts.
         counts_GL: (G, 128) bool, which columns count.
     """
-    values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(_SIZES)
+    values, bytes_, spreads, nan_tiles, _ = _counts[KINDS.index(kind)].split(SIZES)
     B, R, G = byte_BRG.shape
     code_BMGL = q.view(torch.uint8).view(B, BLOCK, G, BLOCK)
     live = live_BR.unsqueeze(2)
@@ -180,7 +180,7 @@ def summarize(counts: Tensor) -> dict[str, float]:
     for kind, row in zip(KINDS, counts.cpu(), strict=True):
         if not row.any():  # weights gathered in FP8
             continue
-        values, bytes_, spreads, nan_tiles, inputs = (part.double() for part in row.split(_SIZES))
+        values, bytes_, spreads, nan_tiles, inputs = (part.double() for part in row.split(SIZES))
         table = values.view(-1, _CODES)
         counted = table[:_UNCOUNTED].sum(0)
         figure = {

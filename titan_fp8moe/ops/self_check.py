@@ -53,17 +53,17 @@ def self_check() -> list[str]:
     if backend.emulating():
         raise RuntimeError("self_check compares kernels with the reference, but ops.emulate(True) has turned them off")
     with backend.open_gate(), torch.no_grad():
-        return [case.name for case in _cases() if not _agrees(case, "cuda")]
+        return [case.name for case in cases() if not agrees(case, "cuda")]
 
 
-def _agrees(case: Case, device: str) -> bool:
-    want = _run(case, "cpu")
-    _run(case, device)  # launched by Triton, which compiles; the second time by titan_fp8moe.kernels.launch
-    got = _run(case, device)
+def agrees(case: Case, device: str) -> bool:
+    want = run(case, "cpu")
+    run(case, device)  # launched by Triton, which compiles; the second time by titan_fp8moe.kernels.launch
+    got = run(case, device)
     return len(want) == len(got) and all(same(g.cpu(), w, case.nearly) for g, w in zip(got, want, strict=True))
 
 
-def _run(case: Case, device: str) -> list[Tensor]:
+def run(case: Case, device: str) -> list[Tensor]:
     results = case.op(*(arg.to(device) if isinstance(arg, Tensor) else arg for arg in case.args))
     return [results] if isinstance(results, Tensor) else [t for t in results if t.numel()]
 
@@ -82,7 +82,7 @@ def same(got: Tensor, want: Tensor, nearly: bool = False) -> bool:
 T, D, H, E, K, RANKS = 140, 256, 128, 4, 2, 2
 
 
-def _cases() -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     """At least one of every kernel; the same in every run."""
     generator = torch.Generator("cpu").manual_seed(0)
     fp32: Any = dict(dtype=torch.float32, device="cpu", generator=generator)
