@@ -48,7 +48,7 @@ def test_deepseeks_blocks():
     integers = (torch.int8, torch.int16, torch.int32, torch.int64)
     for stored in (*map(exponents.to, integers), scale.half(), scale.to(recipe.FP8)):
         for scales in ("exact", "round"):
-            with refused("a number in fp32 or bf16, or an e8m0 exponent", f"(2, 2, 3) {stored.dtype}"):
+            with refused("one scale per 128x128 block, in fp32, bf16 or e8m0", f"(2, 2, 3) {stored.dtype}"):
                 Fp8Weight.of_blocks(want.q, stored, scales=scales)
 
 

@@ -57,7 +57,7 @@ class Fp8GatheredWeight(Tensor):
         if func in _ALIASES and not kwargs and got == whole[: len(got)]:
             return cls(weight.quantized, weight.shape[1:], weight.dtype)
         raise NotImplementedError(
-            f"{func}: only the experts read weights that were gathered in FP8; use the sharded parameters elsewhere"
+            f"{func}: only experts read weights gathered in FP8; elsewhere set fp8_flow_moe.fp8_all_gather = false"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
