@@ -13,6 +13,9 @@ A new backend is one file with a class like :class:`Dispatch`, a line in :data:`
 name in the setting ``dispatch``.
 """
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -86,6 +89,7 @@ class Dispatch(Protocol):
         travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
         syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
         bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
+        guard: makes the context of an op's verbs, which an error may end between two, while other ranks wait.
         state, routing, arrived: of the experts of this rank; in a forward, after :meth:`receive`.
 
     In a backward one op sends and receives, the next sends back and finishes, each with an instance of its own.
@@ -97,6 +101,7 @@ class Dispatch(Protocol):
     travels: ClassVar[bool] = True
     syncs_host: ClassVar[bool] = False
     bounded: ClassVar[bool] = False
+    guard: Callable[..., AbstractContextManager[Any]] = contextlib.nullcontext
 
     state: Any
     routing: Routing
@@ -114,12 +119,6 @@ class Dispatch(Protocol):
     @classmethod
     def resume(cls, state: Any, routing: Routing, route: Route, dim: int) -> "Dispatch":
         """Continues a forward's dispatch in its backward, from its ``state`` and ``routing``. ``dim`` is D."""
-
-    def __enter__(self) -> None:
-        """Begins the part of an op in which verbs run."""
-
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        """Ends it, or an error does between two verbs, while other ranks may wait."""
 
     def send(self, rows: Rows) -> Pending:
         """Starts to bring quantized tokens, (T, D) e4m3 and (T, D // 128) e8m0, to the ranks of their experts."""

@@ -99,7 +99,7 @@ def _routed_experts_forward(
             shared_rows = shared_rows._replace(score=torch.nn.functional.pad(shared_scores_T, (0, q.shape[0] - T)))
     else:
         q, scale = sent = Rows(*ops.quantize_rows(x_TD, nan_flag))
-    with tokens:
+    with tokens.guard():
         with operands.held:
             # The operands are made while the counts travel to the host, or else while the tokens travel.
             pending = None if tokens.syncs_host else tokens.send(sent)
@@ -147,7 +147,7 @@ def _routed_experts_hidden_gradients(
     (T, D), routing, shared = dout_TD.shape, of_forward.routing, None
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
     ffn, operands = _ffn(spec, routing, biases, adapters, D), WeightOperands(weights, spec.expert)
-    with tokens:
+    with tokens.guard():
         if spec.shared:
             q, scale, column_scale, _ = ops.quantize_group(dout_TD, nan_flag)
             pending, saved_shared = tokens.send(Rows(q[:T], scale[:T])), of_forward.shared_with_q
@@ -202,7 +202,7 @@ def _routed_experts_gradients(
     dw: Any = WeightGrads()
     dw_shared = dw
     adapter_grads: list[Tensor | None] = [None] * len(needed.adapters)
-    with tokens:
+    with tokens.guard():
         if with_dx:
             with operands.held:
                 dx_MD = ffn.product(routed.dh, operands.transposed(0, of_forward.generations), ffn.lora.w13_t, dim)
@@ -295,9 +295,11 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):  # pyrefly: ignore[bad-override] # one gradient per argument
         spec, layer, needs = ctx.spec, ctx.layer, list(ctx.needs_input_grad[:-1])
         needed = Inputs.of(needs, spec.expert.biased)
-        tensors = iter(ctx.saved_tensors)
-        values, shared, biases, adapters = [[next(tensors) for _ in range(size)] for size in ctx.sizes]
-        saved = list(tensors)
+        saved, parameters = list(ctx.saved_tensors), []
+        for size in ctx.sizes:
+            parameters.append(saved[:size])
+            saved = saved[size:]
+        values, shared, biases, adapters = parameters
         weights, shared = ctx.weights or ExpertWeights.unpack(values), ExpertWeights(*shared)
         with weights.on_device() as on_device:
             packed = _packed(ctx, spec, on_device, shared)

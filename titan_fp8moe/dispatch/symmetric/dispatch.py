@@ -11,6 +11,8 @@ parallel with the layer's computation between two verbs. The dispatch keeps the 
 verb, which lets the layer's stream wait. An exchange ends within a layer's forward, and within its backward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -69,9 +71,14 @@ class SymmetricDispatch(Dispatch):
             self.at = workspace.in_flight(route.group_name)
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        if error is not None and self.at is not None:
-            self.at.interrupt()
+    @contextmanager
+    def guard(self) -> Iterator[None]:  # pyrefly: ignore[bad-override]
+        try:
+            yield
+        except BaseException:
+            if self.at is not None:
+                self.at.interrupt()
+            raise
 
     # --- to the experts ---
 
