@@ -1,25 +1,95 @@
-"""In which order the Hopper weight-gradient GEMM computes its work tiles, which no result shows; without a GPU."""
+"""The Hopper GEMMs' work tiles cover the results, and each tile has the right operands; without a GPU.
+
+:mod:`tests.gluon_emulator` runs whole GEMMs, small ones. Here its language runs the tile schedulers alone, which is
+fast enough for results of many waves.
+"""
 
 import pytest
 import torch
 
 from tests.gluon_emulator import Partitions, Pointer, Value, language_of, patched
-from tests.offline_compile import meta, record_launches
-from titan_fp8moe.kernels.gemm import grouped_mm, wgrad
+from tests.offline_compile import record_launches
+from titan_fp8moe.kernels.gemm import forward, grouped_mm, wgrad
 from titan_fp8moe.recipe import E8M0, FP8, TILE
+
+
+def work_tiles(module, num_ctas, ends, *problem):
+    """The tiles of a launch, their fields as ints."""
+    language, _ = language_of(Partitions(), num_ctas)
+    with patched(gl=language):
+        offsets = Pointer.to(torch.tensor(ends, dtype=torch.int32))
+        scheduler = module.TileScheduler.create(module.Problem(offsets, *problem))
+        tiles = [scheduler.locate(Value(index)) for index in range(int(scheduler.num_tiles))]
+    return [tile._replace(**{name: int(x) for name, x in tile._asdict().items()}) for tile in tiles]
+
+
+KINDS = {  # blocks of 128 rows of each of E groups
+    "random": lambda E: torch.randint(0, 40, (E,)).tolist(),
+    "one has all": lambda E: [0] * (E // 2) + [100] + [0] * (E - E // 2 - 1),
+    "equal": lambda E: [12] * E,
+    "rising": lambda E: list(range(1, E + 1)),
+    "falling": lambda E: list(range(E, 0, -1)),
+    "none": lambda E: [0] * E,
+}
+
+
+def ends_of(blocks):
+    print(f"blocks of the groups: {blocks}")
+    return (torch.tensor(blocks).cumsum(0) * TILE).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("E", [1, 2, 40])
+@pytest.mark.parametrize("N", [128, 384, 2048])
+def test_grouped_mm_covers_every_tile_once(kind, E, N):
+    K, blocks = 640, KINDS[kind](E)
+    seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
+    expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
+    for tile in work_tiles(forward, 132, ends_of(blocks), N, K, E, 0):
+        m, n, width = tile.row, tile.column, 1 + tile.is_wide
+        assert n + TILE * width <= N
+        seen[m // TILE, n // TILE : n // TILE + width] += 1
+        assert tile.expert == expert_of[m // TILE]
+        assert (tile.a_row, tile.b_row, tile.first_column) == (m, tile.expert * N + n, 0)
+        assert tile.num_k_blocks == K // TILE
+    assert (seen == 1).all()
+
+
+# Many waves; few; narrow tiles in the last column, one column; the result, K x N, stored transposed.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "E, N, K, transposed",
+    [(5, 2816, 2048, False), (1, 2816, 2048, False), (2, 2816, 2048, False), (2, 1408, 1408, False),
+     (16, 384, 384, False), (3, 256, 2048, False), (2, 256, 128, False), (5, 1408, 2048, True), (1, 1408, 2048, True),
+     (2, 1408, 2048, True), (3, 384, 512, True), (2, 128, 256, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("num_ctas, parts", [(132, 1), (132, 2), (7, 1)])
+def test_wgrad_covers_every_tile_once(kind, E, N, K, num_ctas, parts, transposed):
+    rows = K if transposed else N
+    if rows // parts % (2 * TILE if transposed else TILE):
+        parts = 1
+    blocks = KINDS[kind](E)
+    ends = ends_of(blocks)
+    seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
+    for tile in work_tiles(wgrad, num_ctas, ends, N, K, E, parts, transposed):
+        n, k, expert, width = tile.a_row, tile.b_row, tile.expert, 1 + tile.is_wide
+        assert k + TILE * width <= K
+        seen[expert, n // TILE, k // TILE : k // TILE + width] += 1
+        out_row, out_column = (k, n) if transposed else (n, k)
+        part, row = divmod(out_row, rows // parts)
+        assert (tile.row, tile.column) == ((part * E + expert) * (rows // parts) + row, out_column)
+        assert row + (TILE * width if transposed else TILE) <= rows // parts
+        assert (tile.first_column, tile.num_k_blocks) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
+    assert (seen == 1).all()
 
 
 @pytest.mark.parametrize("blocks", [[90, 166], [166, 90], [128, 128], [0, 5]])
 def test_longer_of_two_experts_is_first(blocks):
-    language, _ = language_of(Partitions(), 132)
-    with patched(gl=language):
-        ends = Pointer.to((torch.tensor(blocks).cumsum(0) * TILE).int())
-        scheduler = wgrad.TileScheduler.create(wgrad.Problem(ends, 1408, 2048, 2, 1, False))
-        tiles = [scheduler.locate(Value(index)) for index in range(int(scheduler.num_tiles))]
-    num_k_blocks = [int(tile.num_k_blocks) for tile in tiles]
+    tiles = work_tiles(wgrad, 132, ends_of(blocks), 1408, 2048, 2, 1, False)
+    num_k_blocks = [tile.num_k_blocks for tile in tiles]
     assert num_k_blocks == sorted(num_k_blocks, reverse=True)
     # A wave of 132, then the halves of the remaining 44.
-    assert [int(tile.is_wide) for tile in tiles] == 132 * [True] + 88 * [False]
+    assert [tile.is_wide for tile in tiles] == 132 * [True] + 88 * [False]
 
 
 @pytest.mark.parametrize(
@@ -30,7 +100,8 @@ def test_longer_of_two_experts_is_first(blocks):
 def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transposed, monkeypatch):
     """tests/kernels/test_grouped_mm.py has the results of both."""
     monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: True)
-    a, b = ((meta(n, 512, dtype=FP8), meta(n // TILE, 4, dtype=E8M0)) for n in (N, K))
-    args = *a, *b, meta(2, dtype=torch.int32), torch.bfloat16, parts
-    (launch,) = record_launches(grouped_mm.grouped_mm_wgrad, *args)
+    a, b = (torch.empty(n, 512, dtype=FP8, device="meta") for n in (N, K))
+    a_scale, b_scale = (torch.empty(n // TILE, 4, dtype=E8M0, device="meta") for n in (N, K))
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    (launch,) = record_launches(grouped_mm.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
     assert launch.arguments["TRANSPOSED"] == transposed
