@@ -14,8 +14,6 @@ collect_ignore_glob = [] if importlib.metadata.version("torchtitan").startswith(
 
 @pytest.fixture(scope="session")
 def results(case_dir: Path) -> Iterator[WorkerResults]:  # noqa: F811
-    yield WorkerResults(
-        case_dir, "../torchtitan03/worker.py", {1: [*SINGLE], 2: [*TWO_RANKS], 4: [*FOUR_RANKS]}, cpu_only=True
-    )
+    yield WorkerResults(case_dir, "../torchtitan03/worker.py", {1: [*SINGLE], 2: [*TWO_RANKS], 4: [*FOUR_RANKS]})
     for path in case_dir.glob("*.pt"):  # 2 GB, which pytest would keep for three sessions
         path.unlink()

@@ -1,4 +1,4 @@
-"""Layouts of torchtitan 0.3 against one process, and FP8 against bf16, with torchtitan's trainer on CPU processes."""
+"""Layouts of torchtitan 0.3 against one process, and FP8 against bf16, with torchtitan's trainer."""
 
 import pytest
 import torch

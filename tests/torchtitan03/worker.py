@@ -250,6 +250,6 @@ def run(name: str, out: Path) -> dict:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    let_dist_muon_run_on_a_cpu()
+    if runner.start() == "cpu":
+        let_dist_muon_run_on_a_cpu()
     runner.run_all(run)
