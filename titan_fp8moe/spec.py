@@ -9,7 +9,6 @@ import math
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import torch
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from titan_fp8moe.activations import ACTIVATIONS
 
@@ -28,6 +27,8 @@ def _lists(value: Any) -> Any:
 
 def constant(value: Any) -> Any:
     """A setting as a constant of the graph that torch.compile traces: with ``dynamic=True`` numbers are symbols."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # 0.3 s, which only a trace needs
+
     return guard_scalar(value) if isinstance(value, int | float) else value
 
 

@@ -1,9 +1,9 @@
 """Compiles layers' kernels for Hopper GPUs into Triton's cache. The layers run on meta tensors, which collects their
 launches. No GPU is needed.
 
-``python -m titan_fp8moe.kernels.compile`` does it for messages on its standard input, until that ends. A message is a
-pickle of a pickle: of Triton's environment variables, a function and its arguments, with
-:class:`titan_fp8moe.kernels.warm_up.Like` in the place of tensors.
+:func:`main` does it for messages on the standard input, until that ends. A message is a pickle of a pickle: of Triton's
+environment variables, a function and its arguments, with :class:`titan_fp8moe.kernels.warm_up.Like` in the place of
+tensors.
 """
 
 import contextlib
@@ -38,6 +38,8 @@ NO_GPU: Any = SimpleNamespace(
 Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
 
 _launches: list[Launch] = []
+_slots: Any = contextlib.nullcontext()
+"""Of those that compile at once, in the process that has a message for each kind of layer."""
 
 
 def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
@@ -55,10 +57,14 @@ def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
     """
     _launches[:] = recorded(layers)
     driver.set_active(NO_GPU)
-    cpus = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # a rank needs one
-    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES, len(_launches))), FORK) as pool:
+    with ProcessPoolExecutor(min(processes(), len(_launches)), FORK) as pool:
         done = [pool.submit(_compile, index) for index in range(len(_launches))]
     return sum(future.exception() is not None for future in done)
+
+
+def processes() -> int:
+    """That compile at once. A rank needs a CPU."""
+    return max(1, min(len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0)), MAX_PROCESSES))
 
 
 def recorded(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[Launch]:
@@ -85,7 +91,8 @@ def _pointer(x: Tensor) -> Any:
 
 def _compile(index: int) -> None:
     kernel, args, constants = _launches[index]
-    compiled = kernel.compile(args, constants)
+    with _slots:
+        compiled = kernel.compile(args, constants)
     # Triton 3.6 lets a C compiler build a launcher for each signature, 0.3 s each. Later ones have one for all.
     if hasattr(nvidia, "make_launcher"):
         with contextlib.suppress(Exception):  # without libcuda, on a node without a GPU, the job builds it
@@ -100,12 +107,11 @@ def from_message(message: bytes) -> Callable[[], Tensor | list[Tensor]]:
 
 
 def main() -> None:
-    """Each message has a process of its own."""
+    """Each message has a process of its own. The job goes before them where CPUs are short."""
+    global _slots
+    os.nice(10)
+    _slots = FORK.Semaphore(processes())
     with contextlib.suppress(EOFError):
         while True:
             message = pickle.load(sys.stdin.buffer)
             FORK.Process(target=lambda message: compile_all([from_message(message)]), args=(message,)).start()
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,17 @@ from titan_fp8moe.kernels.launch import recording
 
 seen: set[Hashable] = set()
 """The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
-_announcing = False
+_announcing = _announced = False
+
+_PROGRAM = """
+import torch
+
+# They would import Dynamo, which takes a fifth of the time until the first kernel compiles. Nothing is traced here.
+torch.compiler.disable = torch.compiler.assume_constant_result = lambda f=None, **_: f or (lambda f: f)
+from titan_fp8moe.kernels.compile import main
+
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,12 @@ def is_due(kind: Hashable, x: Tensor) -> bool:
 
 @contextlib.contextmanager
 def announcing() -> Iterator[None]:
-    """Layers that are called on meta tensors in the meantime are due, and launch nothing."""
+    """Layers that are called on meta tensors in the meantime are due, and launch nothing. They are all that a job has:
+    their ops need no message when ``torch.compile`` traces them."""
+    global _announced
     with mock.patch(f"{__name__}._announcing", True), recording():
         yield
+    _announced = True
 
 
 def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> None:
@@ -83,7 +96,7 @@ def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     """Has the process compile what an op of this package launches, if PyTorch traces it for a GPU and these sizes."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    if not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
+    if _announced or not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
         return
     if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
         return
@@ -128,7 +141,7 @@ def begin() -> subprocess.Popen | None:
         return None
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TORCHELASTIC_RUN_ID", None)  # it is no rank
-    command = [sys.executable, "-m", "titan_fp8moe.kernels.compile"]
+    command = [sys.executable, "-c", _PROGRAM]
     process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment)
     stdin = cast(Any, process.stdin)
     os.set_blocking(stdin.fileno(), False)  # a message that does not fit is dropped
