@@ -2,30 +2,27 @@
 launches. No GPU is needed.
 
 :func:`main` does it for messages on the standard input, until that ends. A message is a pickle of a pickle: of Triton's
-environment variables, a function and its arguments, with :class:`titan_fp8moe.kernels.warm_up.Like` in the place of
-tensors.
+environment variables, a function that returns launches, and its arguments.
 """
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.kernels.warm_up import Like
 from titan_fp8moe.recipe import E8M0
 
 MAX_PROCESSES = 16
@@ -55,7 +52,11 @@ def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
         scores, ids = torch.empty(128, 64, device="meta", requires_grad=True).topk(6)
         compile_all([lambda: experts(x, ids, scores)])
     """
-    _launches[:] = recorded(layers)
+    return _compile_launches(recorded(layers))
+
+
+def _compile_launches(launches: list[Launch]) -> int:
+    _launches[:] = launches
     driver.set_active(NO_GPU)
     with ProcessPoolExecutor(min(processes(), len(_launches)), FORK) as pool:
         done = [pool.submit(_compile, index) for index in range(len(_launches))]
@@ -78,15 +79,27 @@ def recorded(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[Laun
         launch.launch_probe("meta")
     unique: dict[tuple, Launch] = {}
     for kernel, tensors, constants in launches:
-        args = tuple(_pointer(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
+        args = tuple(Pointer.of(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
         unique[kernel, *kernel._key(0, args, constants)[0]] = kernel, args, constants
     return sorted(reversed(unique.values()), key=lambda item: "gemm" not in item[0].kernel.__module__)
 
 
-def _pointer(x: Tensor) -> Any:
+@dataclass(frozen=True)
+class Pointer:
     """In the place of a meta tensor, whose ``data_ptr()`` is 0 whatever its offset. Allocations are aligned."""
-    dtype, offset = torch.uint8 if x.dtype == E8M0 else x.dtype, int(x.storage_offset()) * x.itemsize
-    return SimpleNamespace(dtype=dtype, data_ptr=lambda: offset, get_device=lambda: 0)
+
+    dtype: torch.dtype
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Pointer":
+        return cls(torch.uint8 if x.dtype == E8M0 else x.dtype, int(x.storage_offset()) * x.itemsize)
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+    def get_device(self) -> int:
+        return 0
 
 
 def _compile(index: int) -> None:
@@ -99,11 +112,11 @@ def _compile(index: int) -> None:
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
-def from_message(message: bytes) -> Callable[[], Tensor | list[Tensor]]:
-    """The function and its arguments, on meta tensors, in the message's environment."""
-    environment, *call = tree_map_only(Like, Like.on_meta, pickle.loads(message))
+def from_message(message: bytes) -> list[Launch]:
+    """The launches that the message is about, in its environment."""
+    environment, find, *args = pickle.loads(message)
     os.environ.update(environment)
-    return functools.partial(*call)
+    return find(*args)
 
 
 def main() -> None:
@@ -114,4 +127,4 @@ def main() -> None:
     with contextlib.suppress(EOFError):
         while True:
             message = pickle.load(sys.stdin.buffer)
-            FORK.Process(target=lambda message: compile_all([from_message(message)]), args=(message,)).start()
+            FORK.Process(target=lambda message: _compile_launches(from_message(message)), args=(message,)).start()

@@ -11,33 +11,42 @@ ranks share, it begins with the first message: at a layer's first call, or when 
 
 import contextlib
 import functools
+import importlib
+import io
+import logging
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
+from titan_fp8moe.kernels.compile import Launch, recorded
 from titan_fp8moe.kernels.gemm import grouped_mm
-from titan_fp8moe.kernels.launch import recording
+from titan_fp8moe.kernels.launch import Kernel
+
+logger = logging.getLogger(__name__)
 
 seen: set[Hashable] = set()
-"""The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
-_announcing = _announced = False
+"""The kinds of layers and ops that this process has called or traced, and its messages."""
 
 _PROGRAM = """
-import torch
+import sys, types, torch
 
-# They would import Dynamo, which takes a fifth of the time until the first kernel compiles. Nothing is traced here.
+# Kernels need neither the layers nor Dynamo, which take longer to import than torch. Messages import what they name.
+sys.modules["titan_fp8moe"] = package = types.ModuleType("titan_fp8moe")
+package.__path__ = sys.argv[1:]
 torch.compiler.disable = torch.compiler.assume_constant_result = lambda f=None, **_: f or (lambda f: f)
 from titan_fp8moe.kernels.compile import main
 
@@ -67,17 +76,18 @@ class Like:
 def is_due(kind: Hashable, x: Tensor) -> bool:
     """Whether a layer of that kind, called with ``x``, is one for :func:`compile_ahead`."""
     traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
-    return (x.is_cuda or _announcing) and not traced and kind not in seen
+    return x.is_cuda and not traced and kind not in seen
 
 
-@contextlib.contextmanager
-def announcing() -> Iterator[None]:
-    """Layers that are called on meta tensors in the meantime are due, and launch nothing. They are all that a job has:
-    their ops need no message when ``torch.compile`` traces them."""
-    global _announced
-    with mock.patch(f"{__name__}._announcing", True), recording():
-        yield
-    _announced = True
+def announce(layers: Iterable[Callable[[], Tensor]]) -> None:
+    """Has the process compile what the layers, forwards on meta tensors, and their backwards launch. They are all that
+    a job has: the process ends with them."""
+    try:
+        for layer in layers:
+            _send(list, recorded([layer]))
+    except Exception as error:  # a job goes on without
+        logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
+    cast(Any, begin()).stdin.close()
 
 
 def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> None:
@@ -89,33 +99,57 @@ def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> N
         args: trees of tensors and of what can be pickled. The first one is the layer's input.
     """
     x, *others = tree_map_only(Tensor, Like.of, args)
-    _send(kind, layer, replace(x, requires_grad=True), *others)
+    seen.add(kind)
+    _send(launches_of, layer, replace(x, requires_grad=True), *others)
 
 
 def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Has the process compile what an op of this package launches, if PyTorch traces it for a GPU and these sizes."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
-    if _announced or not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
+    if not tensors or not tensors[0].is_cuda or any(t._has_symbolic_sizes_strides for t in tensors):
         return
     if any(isinstance(leaf, torch.SymInt) for leaf in leaves):
         return
     kind = op, *((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     if kind not in seen:
         use_inductors_ptxas()
-        _send(kind, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
+        seen.add(kind)
+        _send(launches_of, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
+
+
+def launches_of(function: Callable[..., Tensor | list[Tensor]], *args: Any) -> list[Launch]:
+    """Of a layer or an op, which the process runs: here users' contexts would change what it does."""
+    return recorded([functools.partial(function, *tree_map_only(Like, Like.on_meta, args))])
 
 
 def run_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    for module in ("layer.experts", "nn.grouped_mm"):  # with those that they import, they define the ops
+        importlib.import_module(f"titan_fp8moe.{module}")
     return getattr(torch.ops.titan_fp8moe, op)(*args, **kwargs)
 
 
-def _send(kind: Hashable, *call: Any) -> None:
-    seen.add(kind)
+class _Pickler(pickle.Pickler):
+    """Pickles kernels by name."""
+
+    def reducer_override(self, x: Any) -> Any:
+        if isinstance(x, Kernel):
+            return functools.partial(Kernel, **x._bound), (x.kernel,)
+        if not isinstance(x, JITFunction):
+            return NotImplemented
+        path = f"{x.__module__}:{x.__name__}"
+        return pkgutil.resolve_name, (path if pkgutil.resolve_name(path) is x else f"{path}.kernel",)
+
+
+def _send(find: Callable[..., list[Launch]], *args: Any) -> None:
+    """Has the process compile what ``find(*args)`` returns there."""
     if (process := begin()) is not None:
         environment = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-        with contextlib.suppress(OSError, ValueError):  # where the process has ended, or this one is a fork
-            cast(Any, process.stdin).write(pickle.dumps(pickle.dumps((environment, *call))))
+        _Pickler(pickled := io.BytesIO()).dump((environment, find, *args))
+        if (message := pickled.getvalue()) not in seen:
+            seen.add(message)
+            with contextlib.suppress(OSError, ValueError):  # where the process has ended, or this one is a fork
+                cast(Any, process.stdin).write(pickle.dumps(message))
 
 
 def use_inductors_ptxas() -> None:
@@ -141,9 +175,9 @@ def begin() -> subprocess.Popen | None:
         return None
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TORCHELASTIC_RUN_ID", None)  # it is no rank
-    command = [sys.executable, "-c", _PROGRAM]
+    command = [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[1])]
     process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment)
     stdin = cast(Any, process.stdin)
-    os.set_blocking(stdin.fileno(), False)  # a message that does not fit is dropped
+    os.set_blocking(stdin.fileno(), False)  # what does not fit is dropped, and with it the rest
     os.register_at_fork(after_in_child=stdin.close)  # a worker that outlives this process would keep the other
     return process

@@ -44,6 +44,4 @@ def announce(modules: Iterable[nn.Module], tokens: Tokens) -> None:
     """Has the kernels of converted modules on the meta device compiled beside this job. Leaves the modules alone."""
     kinds = {tuple((name, p.shape) for name, p in module.named_parameters()): module for module in modules}
     parts: list[nn.Module] = [part.to(tokens.dtype) for part in copy.deepcopy([*kinds.values()])]
-    with warm_up.announcing():
-        for layer in layers(parts, tokens, moe_of):
-            layer()
+    warm_up.announce(layers(parts, tokens, moe_of))
