@@ -202,14 +202,19 @@ def record(tmp_path, monkeypatch):
 
 
 def test_a_launch_finds_its_kernel(record, monkeypatch):
-    """In Triton's cache on disk, whatever the others are that this process has compiled."""
+    """In Triton's cache on disk, whatever the others are that this process has compiled: of layers that a job announces
+    and of a traced op, whose message has another form."""
     monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", lambda device: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(FakeTensor, "is_cuda", True, raising=False)
     sent, process = [], begin.__wrapped__()
     monkeypatch.setattr(warm_up, "begin", lambda: told_to(sent))
-    monkeypatch.setattr(warm_up, "is_due", lambda kind, x: not sent)
-    launches = record()
-    process.communicate(sent[0], time_limit(200))
+    monkeypatch.setattr(warm_up, "seen", set())
+    with FakeTensorMode():
+        warm_up.compile_traced("quantize_rows", (torch.empty(T, D),), {})
+    launches = [*record(), *worker.recorded([lambda: ops.quantize_rows(torch.empty(T, D, device="meta"))])]
+    warm_up.announce([functools.partial(forward, T, a_layer(weights=matrices(E, H, D, device="meta")), device="meta")])
+    process.communicate(b"".join(sent), time_limit(200))
     assert process.returncode == 0
     driver.set_active(worker.NO_GPU)
     hits = []
