@@ -1,11 +1,12 @@
 """Compiles layers' kernels for Hopper GPUs into Triton's cache. The layers run on meta tensors, which collects their
 launches. No GPU is needed.
 
-:func:`main` does it for messages on the standard input, until that ends. A message is a pickle of a pickle: of Triton's
-environment variables, a function that returns launches, and its arguments.
+:func:`main` does it for messages on the standard input, until that ends. A message is a pickle of the names of modules
+and of another pickle: of Triton's environment variables, a function that returns launches, and its arguments.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -126,5 +127,7 @@ def main() -> None:
     _slots = FORK.Semaphore(processes())
     with contextlib.suppress(EOFError):
         while True:
-            message = pickle.load(sys.stdin.buffer)
+            modules, message = pickle.load(sys.stdin.buffer)
+            for module in modules:
+                importlib.import_module(module)
             FORK.Process(target=lambda message: _compile_launches(from_message(message)), args=(message,)).start()

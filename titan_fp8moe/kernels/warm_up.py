@@ -11,7 +11,6 @@ ranks share, it begins with the first message: at a layer's first call, or when 
 
 import contextlib
 import functools
-import importlib
 import io
 import logging
 import os
@@ -41,10 +40,13 @@ logger = logging.getLogger(__name__)
 seen: set[Hashable] = set()
 """The kinds of layers and ops that this process has called or traced, and its messages."""
 
+_LAYERS = "titan_fp8moe.layer.experts", "titan_fp8moe.nn.grouped_mm"
+"""With those that they import, they define all ops."""
+
 _PROGRAM = """
 import sys, types, torch
 
-# Kernels need neither the layers nor Dynamo, which take longer to import than torch. Messages import what they name.
+# Kernels need neither the layers nor Dynamo, which take longer to import than torch. A message names what it needs.
 sys.modules["titan_fp8moe"] = package = types.ModuleType("titan_fp8moe")
 package.__path__ = sys.argv[1:]
 torch.compiler.disable = torch.compiler.assume_constant_result = lambda f=None, **_: f or (lambda f: f)
@@ -84,7 +86,7 @@ def announce(layers: Iterable[Callable[[], Tensor]]) -> None:
     a job has: the process ends with them."""
     try:
         for layer in layers:
-            _send(list, recorded([layer]))
+            _send((), list, recorded([layer]))
     except Exception as error:  # a job goes on without
         logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
     cast(Any, begin()).stdin.close()
@@ -100,7 +102,7 @@ def compile_ahead(kind: Hashable, layer: Callable[..., Tensor], *args: Any) -> N
     """
     x, *others = tree_map_only(Tensor, Like.of, args)
     seen.add(kind)
-    _send(launches_of, layer, replace(x, requires_grad=True), *others)
+    _send(_LAYERS, launches_of, layer, replace(x, requires_grad=True), *others)
 
 
 def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,7 +117,7 @@ def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     if kind not in seen:
         use_inductors_ptxas()
         seen.add(kind)
-        _send(launches_of, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
+        _send(_LAYERS, launches_of, run_op, op, *tree_map_only(Tensor, Like.of, (args, kwargs)))
 
 
 def launches_of(function: Callable[..., Tensor | list[Tensor]], *args: Any) -> list[Launch]:
@@ -124,8 +126,6 @@ def launches_of(function: Callable[..., Tensor | list[Tensor]], *args: Any) -> l
 
 
 def run_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    for module in ("layer.experts", "nn.grouped_mm"):  # with those that they import, they define the ops
-        importlib.import_module(f"titan_fp8moe.{module}")
     return getattr(torch.ops.titan_fp8moe, op)(*args, **kwargs)
 
 
@@ -141,15 +141,15 @@ class _Pickler(pickle.Pickler):
         return pkgutil.resolve_name, (path if pkgutil.resolve_name(path) is x else f"{path}.kernel",)
 
 
-def _send(find: Callable[..., list[Launch]], *args: Any) -> None:
-    """Has the process compile what ``find(*args)`` returns there."""
+def _send(modules: tuple[str, ...], find: Callable[..., list[Launch]], *args: Any) -> None:
+    """Has the process compile what ``find(*args)`` returns there, with these modules."""
     if (process := begin()) is not None:
         environment = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
         _Pickler(pickled := io.BytesIO()).dump((environment, find, *args))
         if (message := pickled.getvalue()) not in seen:
             seen.add(message)
             with contextlib.suppress(OSError, ValueError):  # where the process has ended, or this one is a fork
-                cast(Any, process.stdin).write(pickle.dumps(message))
+                cast(Any, process.stdin).write(pickle.dumps((modules, message)))
 
 
 def use_inductors_ptxas() -> None:
