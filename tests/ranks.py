@@ -83,7 +83,7 @@ def exchange_all(
         offsets, token_M, score_M, row_CK, token_C, pair_CK = impl.pull_routing(at, plan, M, C)
         x, x_scale, token_q, token_scale = impl.pull_rows(at, plan, token_C, row_CK, token_M, offsets, True)
         bias = None if b2_ED is None else RowBias(b2_ED, score_M, offsets)
-        impl.push_sums(at, plan, stand_in(x, x_scale, dim)[0], None, row_CK, pair_CK, *(bias or ()))
+        impl.push_sums(at, plan, stand_in(x, x_scale, dim)[0], None, row_CK, pair_CK, bias)
         end, count = int(offsets[-1]), int(plan[0, -1])
         kept = x[:end], x_scale[:end], token_q[:count], token_scale[:count]
         state.append((plan, token_C, pair_CK, kept, offsets, token_M, score_M, row_CK))

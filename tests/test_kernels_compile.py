@@ -149,8 +149,8 @@ def symmetric_calls(N, D, E, T):
         yield kernels.pull_rows, (at, plan, token_C, row_CK, token_M, offsets_E, keep)
     y, score_M, pair_CK = meta(M, D, dtype=BF16), meta(M, dtype=FP32), meta(C, TOP_K, dtype=torch.uint8)
     bias = meta(E, D, dtype=BF16), score_M, offsets_E
-    for ds, more in ((None, ()), (score_M, ()), (None, bias)):
-        yield kernels.push_sums, (at, plan, y, ds, row_CK, pair_CK, *more)
+    for ds, given in ((None, None), (score_M, None), (None, bias)):
+        yield kernels.push_sums, (at, plan, y, ds, row_CK, pair_CK, given)
 
 
 @dataclass

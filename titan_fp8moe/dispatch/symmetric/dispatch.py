@@ -140,7 +140,7 @@ class SymmetricDispatch(Dispatch):
             at, impl = cast(Workspace, self.at), _impl(y_MD)
             at.scratch += [y_MD, ds_M, *(bias or ())]
             with at.beside():
-                impl.push_sums(at, plan, y_MD, ds_M, self.routing.row_TK, pair_CK, *(bias or ()))
+                impl.push_sums(at, plan, y_MD, ds_M, self.routing.row_TK, pair_CK, bias)
                 impl.wait(at, COMBINE)
         return Pending(None, with_gradients=ds_M is not None)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from titan_fp8moe import recipe
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, ROWS, TOKENS, UNLIKE, Workspace
 from titan_fp8moe.recipe import E8M0, FP8, ROW_ALIGN, SCALE_TILE
+from titan_fp8moe.rows import RowBias
 
 _POLL_S = 2e-5
 
@@ -174,9 +175,7 @@ def push_sums(
     ds_M: Tensor | None,
     row_CK: Tensor,
     pair_CK: Tensor,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
+    bias: RowBias | None = None,
 ) -> None:
     """Writes each token's sum, fp32 in the order of k and rounded to bf16 once, where its rank will look for it; then
     arrives.
@@ -185,12 +184,12 @@ def push_sums(
         y_MD: (M, D) bf16.
         ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
         row_CK, pair_CK: of :func:`pull_routing`.
-        b2, score_M, offsets_E: as in :func:`titan_fp8moe.recipe.unpermute_sum`.
+        bias: of the rows.
     """
     if int(workspace.overflow):
         workspace.view("sums").fill_(torch.nan)
         workspace.view("score_gradients").fill_(torch.nan)
-    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, b2, score_M, offsets_E)
+    sums_CD = recipe.unpermute_sum(y_MD, row_CK, torch.bfloat16, None, *(bias or ()))
     for n, here, there in _arrivals(workspace, plan):
         workspace.sums(y_MD.shape[1], n)[there] = sums_CD[here]
         if ds_M is not None:

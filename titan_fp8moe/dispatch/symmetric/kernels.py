@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, LATE, ROWS, TOKENS, UNLIKE, Workspace
@@ -106,9 +105,7 @@ def _publish_kernel(
     _arrive(addresses, arrivals, done, rank, CHANNEL, N)
 
 
-def publish(
-    workspace: Workspace, q_TD: Tensor, scale: Tensor, sent: tuple[Tensor, Tensor, Tensor, Tensor, int, int] | None
-) -> None:
+def publish(workspace, q_TD, scale, sent):
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.publish`. All tensors are contiguous."""
     (T, D), K = q_TD.shape, workspace.sizes.top_k
     ids, scores, token_C, counts_N, M, C = sent or (None, None, None, None, 0, 0)
@@ -183,7 +180,7 @@ def _waiting(workspace: Workspace, channel: int) -> tuple[tuple[Any, ...], dict[
     return (*tensors, channel, int(workspace.timeout_s() * 1e9)), constants
 
 
-def wait(workspace: Workspace, channel: int) -> None:
+def wait(workspace, channel):
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.wait`. After the timeout the kernel traps: the next CUDA
     call raises."""
     args, constants = _waiting(workspace, channel)
@@ -245,7 +242,7 @@ def _plan_kernel(
         )  # fmt: skip
 
 
-def plan(workspace: Workspace) -> Tensor:
+def plan(workspace):
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.plan`."""
     N, E = workspace.sizes.num_ranks, workspace.sizes.num_local
     out = torch.empty(2, N + 1, dtype=torch.int32, device=workspace.memory.device)
@@ -318,9 +315,7 @@ def _pull_pairs_kernel(
     mark_padding(token_M, score_M, M, FILL_BLOCK)
 
 
-def pull_routing(
-    workspace: Workspace, plan: Tensor, M: int, C: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def pull_routing(workspace, plan, M, C):
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_routing`."""
     (N, _, _, K, E), device = workspace.sizes, plan.device
     blocks, ctas, constants = spread = blocks_of_tokens(C, K, E)
@@ -435,9 +430,7 @@ def _pull_rows_kernel(
             tl.store(out + row * D + column[None, :], values, mask=(row >= 0) & in_row)
 
 
-def pull_rows(
-    workspace: Workspace, plan: Tensor, token_C: Tensor, row_CK: Tensor, token_M: Tensor, offsets_E: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pull_rows(workspace, plan, token_C, row_CK, token_M, offsets_E, keep):
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.pull_rows`; leaves rows from ``offsets_E[-1]`` on
     unwritten."""
     sizes, M, C, device = workspace.sizes, token_M.shape[0], token_C.shape[0], plan.device
@@ -544,23 +537,13 @@ _push = Kernel(_push_sums_kernel, b2=None, score=None, offsets_E=None, E=None)
 _biased_push = Kernel(_push_sums_kernel, enable_fp_fusion=False)
 
 
-def push_sums(
-    workspace: Workspace,
-    plan: Tensor,
-    y_MD: Tensor,
-    ds_M: Tensor | None,
-    row_CK: Tensor,
-    pair_CK: Tensor,
-    b2: Tensor | None = None,
-    score_M: Tensor | None = None,
-    offsets_E: Tensor | None = None,
-) -> None:
+def push_sums(workspace, plan, y_MD, ds_M, row_CK, pair_CK, bias=None):
     """See :func:`titan_fp8moe.dispatch.symmetric.exchange.push_sums`. Score gradients of pairs that this rank does not
     serve are not written, and not read by the token's rank."""
     kernel, shape, biases, more = _push, PUSH, (), {}
-    if b2 is not None:
-        kernel, shape, more = _biased_push, BIASED_PUSH, dict(E=b2.shape[0])
-        biases = b2.contiguous(), score_M, offsets_E
+    if bias is not None:
+        b2, *rows = bias
+        kernel, shape, biases, more = _biased_push, BIASED_PUSH, (b2.contiguous(), *rows), dict(E=b2.shape[0])
     ctas, constants = _work(workspace, shape, y_MD.shape[1])
     kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
