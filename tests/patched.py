@@ -1,6 +1,7 @@
 """Tests without the changes of other packages, and what differs there before and after this package has changed them,
 found without its list of changes."""
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -8,9 +9,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torch.optim import optimizer
+
 from titan_fp8moe import patches
 
 PACKAGES = ("torch", "triton", "torchtitan", "torchao", "transformers", "peft")
+STEP_HOOKS = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks  # the hooks of patches.hook
 # torch.jit fills its table when it is first used.
 NOT_OURS = {"torch.utils.hooks:RemovableHandle.next_id", "torch.jit._builtins:_builtin_table"}
 
@@ -21,14 +25,19 @@ def undone() -> Iterator[None]:
 
     A test that replaces the same attributes itself does so around it, so that all are restored in turn."""
     before, logged = dict(patches._changes), set(patches._logged)
+    stores = [change.undo.args[:2] for change in before.values() if isinstance(change.undo, functools.partial)]
+    values = [patches._stored(*store) for store in stores]
+    hooks = [(found, found.copy()) for found in STEP_HOOKS]
     patches.undo_all()
     try:
         yield
     finally:
         patches.undo_all()
-        for key, change in before.items():
-            change.make()
-            patches._changes[key] = change
+        for store, value in zip(stores, values, strict=True):
+            patches._store(*store, value)
+        for found, kept in hooks:
+            found.update(kept)
+        patches._changes.update(before)
         patches._logged.update(logged)
 
 

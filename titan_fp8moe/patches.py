@@ -30,7 +30,6 @@ class Change(NamedTuple):
     what: str
     by: str
     checked_on: str
-    make: Callable[[], None]
     undo: Callable[[], None]
 
 
@@ -61,17 +60,9 @@ def put(owner: Any, name: Any, value: Any, *, checked_on: str) -> None:
 
 def hook(register: str, function: Callable[..., Any], *, checked_on: str) -> None:
     """Registers a global hook, once. ``register`` is the name of what returns a handle with ``remove()``."""
-    what, handles = f"{register}({function.__qualname__})", []
-    key = what, _caller()
-    if key in _changes:
-        return
-    registering = resolve(register, checked_on)
-
-    def make() -> None:
-        handles.append(registering(function))
-
-    make()
-    _changes[key] = Change(*key, checked_on, make, lambda: handles.pop().remove())
+    if (key := (f"{register}({function.__qualname__})", _caller())) not in _changes:
+        handle = resolve(register, checked_on)(function)
+        _changes[key] = Change(*key, checked_on, handle.remove)
 
 
 def listed() -> list[str]:
@@ -127,9 +118,8 @@ def _store(owner: Any, name: Any, value: Any) -> None:
 
 def _set(key: tuple[str, str], owner: Any, name: Any, value: Any, checked_on: str) -> None:
     undo = _changes[key].undo if key in _changes else functools.partial(_store, owner, name, _stored(owner, name))
-    make = functools.partial(_store, owner, name, value)
-    make()
-    _changes[key] = Change(*key, checked_on, make, undo)
+    _store(owner, name, value)
+    _changes[key] = Change(*key, checked_on, undo)
 
 
 def _caller() -> str:
