@@ -118,7 +118,6 @@ REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (routed_experts, NO_GATE, ("without a gate, as of 'relu2', w1 must be",)),
     (routed_experts, NO_GATE | WITHOUT | dict(w1=joined), ("without a gate, as of 'relu2', w1 must be",)),
     (routed_experts, NO_GATE | WITHOUT | dict(interleaved=True), ("with w3 None and a gate",)),
-    (routed_experts, dict(config={"wgrad": "bf16"}), ("got dict; use Fp8FlowMoEConfig(**settings)",)),
     (routed_experts, having(cache_weights=True), ("cache_weights has no effect on routed_experts",)),
     (routed_experts, dict(b1=BIASES["b1"]), ("must be b1 (4, 128), b2 (4, 256), b3 (4, 128); got b1 (4, 128)",)),
     (routed_experts, BIASES | dict(b1=zeros(E, 64)), ("got b1 (4, 64)",)),
@@ -190,7 +189,6 @@ REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (linear, dict(x=Tensor.half), ("x must be bf16 or fp32",)),
     (RoutedExperts, dict(num_experts=5, ep_group=SimpleNamespace(size=lambda: 2)), ("num_experts = 5 do not divide",)),
     (RoutedExperts, dict(dtype=torch.float16), ("dtype=torch.bfloat16",)),
-    (RoutedExperts, dict(config={}), ("got dict; use Fp8FlowMoEConfig(**settings)",)),
     (RoutedExperts, with_activation("swiglu", limit=7.0), ("no parameter 'limit'; it has none",)),
     (RoutedExperts, with_activation("clamped_swiglu", beta=7.0), ("no parameter 'beta'; it has limit, alpha, offset",)),
     (RoutedExperts, with_activation("clamped_swiglu", limit=0.0),
@@ -201,7 +199,6 @@ REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (RoutedExperts, having(filter_fqns=["layers.1."]), ("filter_fqns has no effect on RoutedExperts",)),
     (RoutedExperts, having(linear_fqns=["wq."]), ("linear_fqns has no effect on RoutedExperts",)),
     (Fp8FlowLinear, dict(dtype=torch.float16), ("would be torch.float16",)),
-    (Fp8FlowLinear, dict(config={}), ("Fp8FlowMoEConfig, got dict",)),
     (Fp8FlowLinear, having(save_h="fp8"), ("save_h has no effect on Fp8FlowLinear",)),
 ]  # fmt: skip
 

@@ -141,7 +141,7 @@ DEFAULTS = Fp8FlowMoEConfig()  # made at import: torch.compile cannot trace its 
 _DEFAULT_VALUES = tuple(vars(DEFAULTS).items())  # PyTorch 2.11 traces no items() of an instance's dict
 
 
-def require_config(config: Any, owner: str, *settings: str) -> None:
+def require_config(config: Fp8FlowMoEConfig, owner: str, *settings: str) -> None:
     """Refuses what the owner of ``config`` would ignore.
 
     Args:
@@ -149,16 +149,12 @@ def require_config(config: Any, owner: str, *settings: str) -> None:
         settings: those that have an effect.
 
     Raises:
-        ValueError: for settings of another type, such as a dict, or another one that is not its default.
+        ValueError: for another setting that is not its default.
     """
-    if not isinstance(config, Fp8FlowMoEConfig):
-        raise ValueError(
-            f"config must be an Fp8FlowMoEConfig, got {type(config).__name__}; use Fp8FlowMoEConfig(**settings)"
-        )
     if config == DEFAULTS:  # the most frequent case first: routed_experts asks in every forward
         return
-    if not torch.compiler.is_compiling():
-        config.__post_init__()  # what was assigned since
     for name, default in _DEFAULT_VALUES:
         if name not in settings and getattr(config, name) != default:
             raise ValueError(f"{name} has no effect on {owner}; leave it out of the config")
+    if not torch.compiler.is_compiling():
+        config.__post_init__()  # what was assigned since
