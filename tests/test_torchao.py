@@ -74,7 +74,7 @@ CONFIG = Fp8FlowMoEConfig
 REFUSALS = [
     (lambda: nn.Sequential(Fp8FlowLinear(128, 128)), CONFIG(), {}, "Sequential has no linear, but for its output"),
     (Model, CONFIG(), {}, "Model has MoE layers, and torchao's default filter"),
-    (Model, CONFIG(), dict(filter_fn=linears("wo", "wx")), "'wx', which matches no linear"),
+    (Model, CONFIG(), dict(filter_fn=linears("wo", "wx")), "linears has 'wx', which matches none of"),
     (Model, CONFIG(), dict(filter_fn=lambda module, _: isinstance(module, Model)), "only an nn.Linear without a bias"),
     (Model, CONFIG(filter_fqns=["layers.1."]), dict(filter_fn=is_moe), "filter_fqns has no effect on modules that"),
     (lambda: nn.Sequential(nn.Linear(4, 4)), CONFIG(), dict(filter_fn=is_moe), "Sequential has no experts"),

@@ -61,14 +61,11 @@ def linears(part: str, *others: str) -> Callable[[nn.Module, str], bool]:
     """
     parts = part, *others
 
-    def matches(name: str, module: nn.Module, part: str) -> bool:
-        return isinstance(module, nn.Linear) and part in f"{name}."
-
     def filter_fn(module: nn.Module, name: str) -> bool:
-        for part in () if name else parts:
-            if not any(matches(n, m, part) for n, m in module.named_modules()):
-                raise ValueError(f"linears has {part!r}, which matches no linear of the model; correct or remove it")
-        return any(matches(name, module, part) for part in parts)
+        if not name:  # the model
+            names = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+            preflight.matching(names, parts, setting="linears")
+        return isinstance(module, nn.Linear) and any(part in f"{name}." for part in parts)
 
     return filter_fn
 

@@ -64,7 +64,7 @@ def make_plan(
             "fp8_flow_moe: the model has no MoE layer and no dense FFN; name linears in fp8_flow_moe.linear_fqns, or "
             "remove what converts it: the converter, with_fp8_flow or --module titan_fp8moe.torchtitan03"
         )
-    filtered = preflight.matching([*layers, *ffns], config.filter_fqns, setting="filter_fqns")
+    filtered = preflight.matching([*layers, *ffns], config.filter_fqns, setting="fp8_flow_moe.filter_fqns")
     plan = []
     for name, layer in layers.items():
         reason = "fp8_flow_moe.filter_fqns" if name in filtered else None
@@ -76,7 +76,7 @@ def make_plan(
         plan.append(Part(name, name.split(".")[-1], ffn, reason))
     others = tuple(f"{part.name}." for part in plan)
     outside = [name for name in linears if not name.startswith(others)]
-    for name in preflight.matching(outside, config.linear_fqns, setting="linear_fqns"):
+    for name in preflight.matching(outside, config.linear_fqns, setting="fp8_flow_moe.linear_fqns"):
         check_linear(name, linears[name])
         plan.append(Part(name, LINEAR, linears[name], None))
     return plan

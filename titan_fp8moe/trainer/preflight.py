@@ -79,9 +79,7 @@ def matching(names: Sequence[str], parts: Sequence[str], *, setting: str) -> lis
     """The names that have one of ``parts`` in them, followed by a dot. Each part must match a name."""
     for part in parts:
         if not any(part in f"{name}." for name in names):
-            raise ValueError(
-                f"fp8_flow_moe.{setting} has {part!r}, which matches none of {', '.join(names)}; correct or remove it"
-            )
+            raise ValueError(f"{setting} has {part!r}, which matches none of {', '.join(names)}; correct or remove it")
     return [name for name in names if any(part in f"{name}." for part in parts)]
 
 
