@@ -37,8 +37,9 @@ class Block(Module):
     def __init__(self, mask: str):
         super().__init__()
         self.mask, self.moe, self.ffn_norm = mask, Experts(), nn.Linear(4, 4)
+        self.attention_norm = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, masks: None) -> Tensor:
         return x + self.moe(self.ffn_norm(x))
 
 
@@ -51,7 +52,7 @@ def wrapped(block: nn.Module, policy: str) -> nn.Module:
 @pytest.mark.parametrize("policy", ["none", "op", "full"])
 def test_all_sizes_of_the_buffers_have_graphs(monkeypatch, policy: str):
     """Of steps over both ways and a validation, with two masks as gpt_oss has. Blocks with the same mask share one."""
-    attention = lambda block, x: x if block.mask == "sliding" else 2 * x  # noqa: E731
+    attention = lambda block, x, *_: x if block.mask == "sliding" else 2 * x  # noqa: E731
     monkeypatch.setitem(compiling._ATTENTION, f"{__name__}.Block", attention)
     torch._dynamo.reset()
     counters.clear()
@@ -62,9 +63,9 @@ def test_all_sizes_of_the_buffers_have_graphs(monkeypatch, policy: str):
         for room in ("", *map(str, auto.ROOMS)):
             monkeypatch.setattr(auto._state, "room", room)
             for block in blocks:
-                block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+                block(torch.ones(2, 4, requires_grad=True), None).sum().backward()
                 with torch.no_grad():
-                    block(torch.ones(2, 4))
+                    block(torch.ones(2, 4), None)
         assert counters["stats"]["unique_graphs"] == 2 * 2 + len(auto.ROOMS)
 
 

@@ -22,24 +22,19 @@ from titan_fp8moe.torchtitan03.names import logger
 from titan_fp8moe.trainer import compat
 
 
-def _attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
-    return block.attention(block.attention_norm(x), masks, positions)
+def _attention(block: Any, x: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
+    return block.attention(x, mask, positions)
 
 
-def _gpt_oss_attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
-    return _attention(block, x, masks[block.attn_mask_key] if isinstance(masks, dict) else masks, positions)
-
-
-def _qwen3_5_attention(block: Any, x: Tensor, masks: Any, positions: Tensor | None = None) -> Tensor:
-    mask = None if masks is None else masks[block.attn_mask_key]
-    return block.attn(block.attention_norm(x), *((mask, positions) if block.full_attn else (mask,)))
+def _qwen3_5_attention(block: Any, x: Tensor, mask: Any, positions: Tensor | None) -> Tensor:
+    return block.attn(x, *((mask, positions) if block.full_attn else (mask,)))
 
 
 # Blocks that are x + attention, then x + moe(ffn_norm(x)). By name: qwen3_5 imports packages that others do without.
 _ATTENTION = {
     "torchtitan.models.deepseek_v3.model.DeepSeekV3TransformerBlock": _attention,  # kimi_k2_7's too
     "torchtitan.models.qwen3.model.Qwen3TransformerBlock": _attention,
-    "torchtitan.models.gpt_oss.model.GptOssTransformerBlock": _gpt_oss_attention,
+    "torchtitan.models.gpt_oss.model.GptOssTransformerBlock": _attention,
     "torchtitan.models.qwen3_5.model.Qwen35TransformerBlock": _qwen3_5_attention,
 }
 
@@ -48,9 +43,12 @@ def _without_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _attend(attention: Callable, block: Any, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def _attend(
+    attention: Callable, block: Any, x: Tensor, masks: Any, positions: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """A known block up to its MoE layer: the layer's addend and input."""
-    x = x + attention(block, x, *args, **kwargs)
+    mask = masks[block.attn_mask_key] if isinstance(masks, dict) else masks
+    x = x + attention(block, block.attention_norm(x), mask, positions)
     return x, block.ffn_norm(x)
 
 

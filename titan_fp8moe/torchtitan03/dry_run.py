@@ -26,10 +26,7 @@ from titan_fp8moe.trainer.dry_run import Built, MetaMoE, Tokens
 
 
 class _Allocates(Exception):
-    """torchtitan is about to allocate a part of the model."""
-
-    def __init__(self, part: nn.Module):
-        self.part = part
+    """torchtitan is about to allocate a part of the model, its argument."""
 
 
 def _to_empty(self: nn.Module, **_: Any) -> None:
@@ -54,7 +51,7 @@ def build(config: tt.Trainer.Config, rank: int, world_size: int) -> tuple[tt.Tra
         try:
             trainer.__init__(config)
         except _Allocates as reached:
-            return trainer, vars(trainer).get("model_parts", [reached.part])
+            return trainer, vars(trainer).get("model_parts", [*reached.args])
     raise RuntimeError("torchtitan's Trainer no longer allocates its model by to_empty, where the dry run ends")
 
 
