@@ -44,7 +44,7 @@ class AllToAllDispatch(base.Dispatch):
 
     dim: int
     pairs: Pairs | None = None  # in a forward, as is the next
-    counts_copied: torch.cuda.Event | None
+    counts_copied: torch.Event | None
 
     def __init__(self, state: State, route: Route):
         self.state, self.route, self.group_name = state, route, route.group_name
@@ -61,9 +61,7 @@ class AllToAllDispatch(base.Dispatch):
         counts = _any_counts(counts) if counts.is_meta else counts.to("cpu", non_blocking=True)
         self = cls(State(sent_TK, token_C, counts), route)
         self.pairs = pairs
-        self.counts_copied = torch.cuda.Event() if counts_N.is_cuda else None
-        if self.counts_copied is not None:
-            self.counts_copied.record()
+        self.counts_copied = torch.cuda.current_stream().record_event() if counts_N.is_cuda else None
         return self
 
     @classmethod
@@ -143,8 +141,7 @@ class AllToAllDispatch(base.Dispatch):
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         payload = ops.pack_combine(cast(Tensor, y_MD), ds_M, self.routing.row_TK, *(bias or ()))
-        send_splits, receive_splits = self.splits
-        payload = ops.start_all_to_all(payload, send_splits, receive_splits, self.group_name)
+        payload = ops.start_all_to_all(payload, *self.splits, self.group_name)
         return Pending(payload, with_gradients=ds_M is not None)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
