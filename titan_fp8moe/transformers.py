@@ -85,17 +85,11 @@ def register(
     require_config(config, "Transformers models", *RECIPE, *CACHE)
     preflight.check_hardware()
     compat.fix_full_checkpointing()
+    forward = functools.partial(_experts_forward, config=config, keep=unsupported == "keep", scales=scales)
     for name, registry in _REGISTRIES.items():
-        options: dict[str, Any] = dict(config=config, keep=unsupported == "keep", scales=scales)
-        forward = functools.partial(_experts_forward, registry=registry, **options)
-        patches.put(name, NAME, forward, checked_on="Transformers 5.17 to 5.24")
-    peft.run_beside(_serves)
+        patches.put(name, NAME, functools.partial(forward, registry=registry), checked_on="Transformers 5.17 to 5.24")
+    peft.run_beside(lambda experts: _is_chosen(experts) and _why_not(experts) is None)
     patches.log()
-
-
-def _serves(experts: Any) -> bool:
-    """Whether these experts run in FP8."""
-    return _is_chosen(experts) and _why_not(experts) is None
 
 
 def fp8_matrices(model: nn.Module) -> list[str]:
@@ -171,15 +165,10 @@ def _why_not_called(model: nn.Module, name: str) -> str | None:
             torch.empty(1, 0, dtype=torch.float32, device="cpu"),
         )
     replaced = layer if experts in _reached else experts
-    if replaced is layer and _is_of_its_package(layer):
+    packages = {"transformers", *(kind.__module__.partition(".")[0] for kind in type(layer).__mro__)}
+    if replaced is layer and _source(layer).partition(".")[0] in packages:
         return None
     return f"{_source(replaced)} has replaced the forward of {type(replaced).__name__}; switch that off"
-
-
-def _is_of_its_package(module: nn.Module) -> bool:
-    """Whether no other package has replaced the module's forward."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
-    return _source(module).partition(".")[0] in packages | {"transformers"}
 
 
 def _source(module: nn.Module) -> str:

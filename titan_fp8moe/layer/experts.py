@@ -309,9 +309,8 @@ class ExpertsFunction(torch.autograd.Function):
             del saved[len(saved) - num_saved_h(spec.backward, spec.shared) :]  # freed, even if checkpointing kept it
             flat = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
         grads = unpack(gradients_flags(needed), iter(flat))
-        dw, dw_shared, dbiases = grads.weights.apart(weights), NO_WEIGHTS, grads.biases
-        if spec.shared:
-            dw_shared = group.matrix_grads(grads.shared, shared)
+        dw, dbiases = grads.weights.apart(weights), grads.biases
+        dw_shared = group.matrix_grads(grads.shared, shared) if spec.shared else NO_WEIGHTS
         if ctx.placements is not None:
             of_weights, of_biases = ctx.placements
             dw = ExpertWeights(*map(place_as, dw, of_weights))

@@ -191,11 +191,13 @@ def summarize(counts: Tensor) -> dict[str, float]:
         }
         exponents = [byte - 127 for byte in range(2, 256) if bytes_[byte]]
         mean = float((bytes_[2:] * torch.arange(2 - 127, 256 - 127, device=bytes_.device)).sum() / bytes_[2:].sum())
+        total = spreads[:255].cumsum(0)
+        p99 = float(torch.searchsorted(total, 0.99 * total[-1])) if total[-1] else math.nan
         figure |= {
             "exponent_min": min(exponents, default=math.nan),
             "exponent_mean": mean,
             "exponent_max": max(exponents, default=math.nan),
-            "row_spread_p99": _p99(spreads[:255]),
+            "row_spread_p99": p99,
         }
         if kind != "w":
             shifted = table[:_UNCOUNTED].clone()
@@ -220,9 +222,3 @@ def _transpose_results() -> tuple[Tensor, Tensor]:
 def _share(part: Tensor, whole: Tensor) -> float:
     """NaN if nothing was counted."""
     return float(part.sum() / whole.sum())
-
-
-def _p99(counts: Tensor) -> float:
-    """The 99th percentile of values of which each is counted at its index."""
-    total = counts.cumsum(0)
-    return float(torch.searchsorted(total, 0.99 * total[-1])) if total[-1] else math.nan

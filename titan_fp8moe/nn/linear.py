@@ -85,8 +85,7 @@ class Fp8FlowLinear(nn.Linear):
         whole = torch.empty(*x.shape[:-1], w.shape[0], dtype=x.dtype, device="meta")  # ranks may have unequal parts
         x = x.redistribute(placements=given).to_local(grad_placements=x_grad)
         out = linear(x, w.to_local(grad_placements=w_grad), self.config, cache, self.nan_flags, frozen)
-        shape, stride = whole.shape, whole.stride()
-        return DTensor.from_local(out, w.device_mesh, result, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(out, w.device_mesh, result, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from titan_fp8moe import patches
 
@@ -80,9 +80,7 @@ def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
         def forward_backward_step(**batch: Any) -> Tensor:
             torch.cuda.set_stream(computing)
             computing.wait_stream(copying)
-            for tensor in tree_leaves(batch):
-                if isinstance(tensor, Tensor):
-                    tensor.record_stream(computing)
+            tree_map_only(Tensor, lambda tensor: tensor.record_stream(computing), batch)
             return compute(**batch)
 
         self.forward_backward_step = forward_backward_step

@@ -151,9 +151,7 @@ def check_job(job: Any, config: Fp8FlowMoEConfig, *, validation: str) -> None:
 def _check_pipeline_schedule(parallelism: Any) -> None:
     """A schedule that may split the backward runs a layer's backward for each half. Upper and lower case are the same,
     as in PyTorch."""
-    setting = "pipeline_parallel_schedule_csv"
-    if not parallelism.pipeline_parallel_schedule_csv:
-        setting = "pipeline_parallel_schedule"
+    setting = "pipeline_parallel_schedule" + "_csv" * bool(parallelism.pipeline_parallel_schedule_csv)
     schedule = str(getattr(parallelism, setting))
     if schedule.lower() in [name.lower() for name in _WHOLE_BACKWARD]:
         return
