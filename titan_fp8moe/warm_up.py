@@ -30,7 +30,7 @@ def main() -> None:
     adapter = importlib.import_module(f"titan_fp8moe.{release}.dry_run")
     built = adapter.from_command_line(__doc__)
     if failed := compile_all(layers(built.parts, built.tokens, built.moe_of)):
-        sys.exit(f"error: {failed} kernels failed; the job compiles what is missing")
+        sys.exit(f"error: {len(failed)} kernels failed, the first with {failed[0]!r}; the job compiles what is missing")
     print(f"The job's kernels for Hopper GPUs are in {knobs.cache.dir}")
 
 

@@ -36,13 +36,11 @@ NO_GPU: Any = SimpleNamespace(
 Launch = tuple[launch.Kernel, tuple[Any, ...], dict[str, Any]]
 
 _launches: list[Launch] = []
-_slots: Any = contextlib.nullcontext()
-"""Of those that compile at once, in the process that has a message for each kind of layer."""
 
 
-def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
-    """Compiles what the layers, forwards on meta tensors, and their backwards launch. Returns how many kernels failed.
-    An op, which returns a list, has no backward here.
+def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[BaseException]:
+    """Compiles what the layers, forwards on meta tensors, and their backwards launch. Returns the errors of those that
+    failed. An op, which returns a list, has no backward here.
 
     The processes that share the work are forks, so call it where there is neither CUDA nor a thread.
 
@@ -56,22 +54,16 @@ def compile_all(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> int:
     return _compile_launches(recorded(layers))
 
 
-def _compile_launches(launches: list[Launch]) -> int:
+def _compile_launches(launches: list[Launch]) -> list[BaseException]:
     _launches[:] = launches
-    driver.set_active(NO_GPU)
-    with ProcessPoolExecutor(min(processes(), len(_launches)), FORK) as pool:
-        done = [pool.submit(_compile, index) for index in range(len(_launches))]
-    return sum(future.exception() is not None for future in done)
-
-
-def processes() -> int:
-    """That compile at once. A rank needs a CPU."""
-    return max(1, min(len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0)), MAX_PROCESSES))
+    cpus = len(os.sched_getaffinity(0)) - int(os.environ.get("LOCAL_WORLD_SIZE", 0))  # a rank needs one
+    with ProcessPoolExecutor(max(1, min(cpus, MAX_PROCESSES, len(launches))), FORK) as pool:
+        done = [pool.submit(_compile, index) for index in range(len(launches))]
+    return [error for future in done if (error := future.exception()) is not None]
 
 
 def recorded(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[Launch]:
-    """The layers' launches, one for each kernel that they compile to. GEMMs come first, and the last launch before the
-    first one: a layer that is called meanwhile compiles from the other end."""
+    """The layers' launches in their order, one for each kernel that they compile to."""
     with launch.recording() as launches:
         for layer in layers:
             out = layer()
@@ -81,8 +73,8 @@ def recorded(layers: Iterable[Callable[[], Tensor | list[Tensor]]]) -> list[Laun
     unique: dict[tuple, Launch] = {}
     for kernel, tensors, constants in launches:
         args = tuple(Pointer.of(arg) if isinstance(arg, Tensor) else arg for arg in tensors)
-        unique[kernel, *kernel._key(0, args, constants)[0]] = kernel, args, constants
-    return sorted(reversed(unique.values()), key=lambda item: "gemm" not in item[0].kernel.__module__)
+        unique.setdefault((kernel, *kernel._key(0, args, constants)[0]), (kernel, args, constants))
+    return [*unique.values()]
 
 
 @dataclass(frozen=True)
@@ -104,30 +96,32 @@ class Pointer:
 
 
 def _compile(index: int) -> None:
+    driver.set_active(NO_GPU)
     kernel, args, constants = _launches[index]
-    with _slots:
-        compiled = kernel.compile(args, constants)
+    compiled = kernel.compile(args, constants)
     # Triton 3.6 lets a C compiler build a launcher for each signature, 0.3 s each. Later ones have one for all.
     if hasattr(nvidia, "make_launcher"):
         with contextlib.suppress(Exception):  # without libcuda, on a node without a GPU, the job builds it
             nvidia.CudaLauncher(compiled.src, compiled.metadata)
 
 
-def from_message(message: bytes) -> list[Launch]:
-    """The launches that the message is about, in its environment."""
-    environment, find, *args = pickle.loads(message)
+def apply_message(message: bytes) -> list[Launch]:
+    """Sets the message's environment. Returns its launches."""
+    environment, make_launches, *args = pickle.loads(message)
     os.environ.update(environment)
-    return find(*args)
+    return make_launches(*args)
+
+
+def _compile_message(message: bytes) -> None:
+    _compile_launches(apply_message(message))
 
 
 def main() -> None:
     """Each message has a process of its own. The job goes before them where CPUs are short."""
-    global _slots
     os.nice(10)
-    _slots = FORK.Semaphore(processes())
     with contextlib.suppress(EOFError):
         while True:
             modules, message = pickle.load(sys.stdin.buffer)
             for module in modules:
                 importlib.import_module(module)
-            FORK.Process(target=lambda message: _compile_launches(from_message(message)), args=(message,)).start()
+            FORK.Process(target=_compile_message, args=(message,)).start()

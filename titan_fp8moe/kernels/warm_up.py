@@ -1,12 +1,12 @@
 """Begins a process that compiles kernels into Triton's cache on disk, beside the process that trains.
 
 A layer has some 20 kernels, of which the six GEMMs take most of the time. Triton compiles each at its first launch, one
-after the other. The process begun here, :mod:`titan_fp8moe.kernels.compile`, gets a message for each kind of layer and
-op, and compiles its kernels in parallel. Nobody waits for it: a launch finds its kernel in the cache, or compiles it as
-ever. So a process that fails costs nothing but time.
+after the other. The process begun here, :mod:`titan_fp8moe.kernels.compile`, compiles those of a message in parallel.
+Nobody waits for it: a launch finds its kernel in the cache, or compiles it as ever.
 
-A torchtitan job begins it when its model is converted, and announces its layers then. Elsewhere, and for layers that
-ranks share, it begins with the first message: at a layer's first call, or when ``torch.compile`` traces an op.
+A torchtitan job begins it when its model is converted, and sends all launches of its layers then. Elsewhere, and for
+layers that ranks share, each kind of layer has a message at its first call, and each op when ``torch.compile`` traces
+it.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from titan_fp8moe.kernels.launch import Kernel
 logger = logging.getLogger(__name__)
 
 seen: set[Hashable] = set()
-"""The kinds of layers and ops that this process has called or traced, and its messages."""
+"""The kinds of layers and ops that this process has called or traced: nothing more is to be done for them."""
 
 _LAYERS = "titan_fp8moe.layer.experts", "titan_fp8moe.nn.grouped_mm"
 """With those that they import, they define all ops."""
@@ -81,12 +81,11 @@ def is_due(kind: Hashable, x: Tensor) -> bool:
     return x.is_cuda and not traced and kind not in seen
 
 
-def announce(layers: Iterable[Callable[[], Tensor]]) -> None:
-    """Has the process compile what the layers, forwards on meta tensors, and their backwards launch. They are all that
-    a job has: the process ends with them."""
+def compile_job(layers: Iterable[Callable[[], Tensor]]) -> None:
+    """Has the process, which has begun, compile what all layers of a job, forwards on meta tensors, and their backwards
+    launch. It ends with them."""
     try:
-        for layer in layers:
-            _send((), list, recorded([layer]))
+        _send((), list, recorded(layers))
     except Exception as error:  # a job goes on without
         logger.warning(f"FP8-Flow-MoE: kernels compile one after the other, each at its first launch: {error!r}")
     cast(Any, begin()).stdin.close()
@@ -121,8 +120,10 @@ def compile_traced(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def launches_of(function: Callable[..., Tensor | list[Tensor]], *args: Any) -> list[Launch]:
-    """Of a layer or an op, which the process runs: here users' contexts would change what it does."""
-    return recorded([functools.partial(function, *tree_map_only(Like, Like.on_meta, args))])
+    """Records a layer's or an op's launches in the process: here users' contexts would change what it does. GEMMs come
+    first, and the last launch before the first one, since a layer that is called compiles from the other end."""
+    launches = recorded([functools.partial(function, *tree_map_only(Like, Like.on_meta, args))])
+    return sorted(reversed(launches), key=lambda launch: "gemm" not in launch[0].kernel.__module__)
 
 
 def run_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -130,7 +131,7 @@ def run_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles kernels by name."""
+    """Pickles Triton's functions by name, and a :class:`Kernel` by its function and what is bound."""
 
     def reducer_override(self, x: Any) -> Any:
         if isinstance(x, Kernel):
@@ -141,15 +142,13 @@ class _Pickler(pickle.Pickler):
         return pkgutil.resolve_name, (path if pkgutil.resolve_name(path) is x else f"{path}.kernel",)
 
 
-def _send(modules: tuple[str, ...], find: Callable[..., list[Launch]], *args: Any) -> None:
-    """Has the process compile what ``find(*args)`` returns there, with these modules."""
+def _send(modules: tuple[str, ...], make_launches: Callable[..., list[Launch]], *args: Any) -> None:
+    """Has the process compile what ``make_launches(*args)`` returns there, with these modules."""
     if (process := begin()) is not None:
         environment = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
-        _Pickler(pickled := io.BytesIO()).dump((environment, find, *args))
-        if (message := pickled.getvalue()) not in seen:
-            seen.add(message)
-            with contextlib.suppress(OSError, ValueError):  # where the process has ended, or this one is a fork
-                cast(Any, process.stdin).write(pickle.dumps((modules, message)))
+        _Pickler(message := io.BytesIO()).dump((environment, make_launches, *args))
+        with contextlib.suppress(OSError, ValueError):  # where the process has ended, or this one is a fork
+            cast(Any, process.stdin).write(pickle.dumps((modules, message.getvalue())))
 
 
 def use_inductors_ptxas() -> None:
@@ -164,18 +163,18 @@ def use_inductors_ptxas() -> None:
 
 @functools.cache
 def begin() -> subprocess.Popen | None:
-    """The process that compiles for this one, silently and without a GPU, until this one ends. One rank of a node has
-    it, where there are Hopper GPUs and CPUs to spare.
+    """The process that compiles for this one, silently and without a GPU. It reads messages until this one closes the
+    pipe or ends. One rank of a node has it, where there are Hopper GPUs and CPUs to spare.
 
-    Also gives this process a ``TRITON_CACHE_DIR``: Inductor would set another one before the first launch.
+    There it also gives each rank a ``TRITON_CACHE_DIR``: Inductor would set another one before the first launch.
     """
-    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if not first or len(os.sched_getaffinity(0)) < 2 or not grouped_mm._is_hopper(0):
+    if not grouped_mm._is_hopper(0):
         return None
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("TORCHELASTIC_RUN_ID", None)  # it is no rank
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    if os.environ.get("LOCAL_RANK", "0") != "0" or len(os.sched_getaffinity(0)) < 2:
+        return None
     command = [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[1])]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=environment)
     stdin = cast(Any, process.stdin)
     os.set_blocking(stdin.fileno(), False)  # what does not fit is dropped, and with it the rest

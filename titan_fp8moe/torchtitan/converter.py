@@ -92,7 +92,7 @@ class Fp8FlowMoEConverter(ModelConverter):
         if fp8 and preflight.trains_here():
             warm_up.use_inductors_ptxas()
             if warm_up.begin() is not None and self.layout.expert_shards == self.tensor_shards == 1:
-                meta.announce((m for name, m in found.items() if name in converted), self.tokens)  # in their order
+                meta.compile_ahead((m for name, m in found.items() if name in converted), self.tokens)  # in their order
             watched = {part.name for part in fp8 if part.kind != SHARED}
             metrics.watch({name: getattr(m, "experts", m) for name, m in model.named_modules() if name in watched})
 

@@ -40,8 +40,8 @@ def moe_of(module: Any) -> MetaMoE | None:
     return MetaMoE(experts, experts, shared, cast(Any, module.router).top_k, True, forward)
 
 
-def announce(modules: Iterable[nn.Module], tokens: Tokens) -> None:
+def compile_ahead(modules: Iterable[nn.Module], tokens: Tokens) -> None:
     """Has the kernels of converted modules on the meta device compiled beside this job. Leaves the modules alone."""
     kinds = {tuple((name, p.shape) for name, p in module.named_parameters()): module for module in modules}
     parts: list[nn.Module] = [part.to(tokens.dtype) for part in copy.deepcopy([*kinds.values()])]
-    warm_up.announce(layers(parts, tokens, moe_of))
+    warm_up.compile_job(layers(parts, tokens, moe_of))
