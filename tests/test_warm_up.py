@@ -37,7 +37,7 @@ from titan_fp8moe.kernels import compile as worker
 from titan_fp8moe.kernels import launch, warm_up
 from titan_fp8moe.kernels.gemm import forward as forward_gemm
 from titan_fp8moe.kernels.gemm import wgrad
-from titan_fp8moe.layer.group import feed_forward
+from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.run import Experts, Shared, experts_of, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.ops import Fp8Weight, backend
@@ -94,6 +94,7 @@ def layers() -> dict[str, Callable[[], Tensor]]:
         "stored with fp32 scales": lambda: run(a_layer(weights=fp32)),
         "adapters": lambda: run(a_layer(weights=frozen, lora=lora)),
         "FFN": lambda: feed_forward(x, one(matrices(1, H, D)), Fp8FlowMoEConfig()),
+        "linear": lambda: linear(x, torch.zeros(H, D).requires_grad_(), Fp8FlowMoEConfig()),
     }
 
 

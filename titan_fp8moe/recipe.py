@@ -16,8 +16,8 @@ Shape suffixes::
     T  tokens of this rank           E  experts of this rank
     C  dispatched tokens             D  model dim
     M  rows in expert order          H  hidden dim of an expert
-    G  groups of 128 columns         K  top_k after T or C, else a GEMM's contraction dim
-                                     N  a GEMM's output dim, or the number of ranks where tokens are dispatched
+    R  rows of all tokens as one     K  top_k after T or C, else a GEMM's contraction dim
+       group, or an adapter's rank   N  a GEMM's output dim, or the number of ranks where tokens are dispatched
 
 Rows in expert order are grouped by expert, each group padded to a multiple of 128 rows. ``offsets_E`` (int32) holds the
 end of each group. Buffers are sized without a host-device sync, so rows at and past ``offsets_E[-1]`` hold arbitrary

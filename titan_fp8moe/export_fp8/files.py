@@ -26,7 +26,7 @@ FORMAT = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
-    "weight_block_size": [recipe.TILE, recipe.TILE],
+    "weight_block_size": [recipe.BLOCK, recipe.BLOCK],
     "scale_fmt": "ue8m0",
 }
 _COPIED = ".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"

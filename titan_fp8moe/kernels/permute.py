@@ -26,7 +26,7 @@ SUM_WARPS = 4
 @triton.jit
 def _place_scales(scale, scale_stride, row, token, out, out_scale, M, D: tl.constexpr, ROWS: tl.constexpr,
                   COLUMNS: tl.constexpr, PAD_TILES: tl.constexpr):  # fmt: skip
-    """Writes the scales of these rows, (D // 128, M) bytes; a padding row gets scales of 1 and zeros as values."""
+    """Writes the scales of these rows, (D // 128, M) bytes; a padding row gets zeros, and scales of byte 1."""
     tile = tl.arange(0, PAD_TILES)[None, :]
     in_row = tile < D // 128
     real = (token >= 0)[:, None]

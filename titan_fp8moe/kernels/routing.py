@@ -225,7 +225,7 @@ def place_rows(
     """The second launch of :func:`expert_routing`; offsets_E and row_TK.
 
     Args:
-        pair_counts: (CTAs, experts, padded) int32, how many pairs of each CTA's tokens each expert has.
+        pair_counts: (CTAs, E rounded up to a power of two) int32, how many pairs of each CTA's tokens each expert has.
         token_M, score_M: marked as padding; written here.
         spread: of :func:`blocks_of_tokens`, as in the first launch.
     """

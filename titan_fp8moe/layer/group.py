@@ -308,7 +308,10 @@ def linear(
         raise ValueError(f"the weight is {tuple(w.shape)}; both dims must be multiples of 128")
     dtype = _check_input(x, K)
     refuse_export((x, w))
-    out = _Linear.apply(x.reshape(-1, K), w, config, cache, dtype, nan_flags, frozen)
+    x_TK = x.reshape(-1, K)
+    if warm_up.is_due(kind := (config.wgrad, frozen, w.shape), x):
+        warm_up.compile_ahead(kind, _Linear.apply, x_TK, w, config, None, dtype, nan_flags, frozen)
+    out = _Linear.apply(x_TK, w, config, cache, dtype, nan_flags, frozen)
     return out.view(*x.shape[:-1], N)
 
 

@@ -20,7 +20,7 @@ from titan_fp8moe.export_fp8.files import Checkpoint, open_folder
 from titan_fp8moe.export_fp8.format import ROUTED, is_matrix
 from titan_fp8moe.export_fp8.model_config import Fact
 from titan_fp8moe.nn.modules import fp8_parameters
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK
 from titan_fp8moe.torchtitan.dry_run import build_model, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer import preflight
@@ -186,10 +186,10 @@ def _check_blocks(config: JobConfig, dims: ParallelDims, matrices: dict[str, Ten
     routed_shards = preflight.expert_layout(config, dims).hidden_dim_shards
     for name, matrix in matrices.items():
         shards, shape = routed_shards if ROUTED in name else dims.tp, [*matrix.shape[-2:]]
-        if shards > 1 and any(dim % (TILE * shards) for dim in shape):
+        if shards > 1 and any(dim % (BLOCK * shards) for dim in shape):
             raise ValueError(
                 f"{name}: training quantized parts of {shape} on {shards} tensor-parallel ranks each, whose blocks of "
-                f"{TILE} are not the whole matrix's; leave it in bf16 with --fp8_flow_moe.filter_fqns"
+                f"{BLOCK} are not the whole matrix's; leave it in bf16 with --fp8_flow_moe.filter_fqns"
             )
 
 

@@ -34,7 +34,7 @@ from titan_fp8moe.dispatch.auto import ROOMS
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
 from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
-from titan_fp8moe.recipe import TILE, group_rows, padded, row_capacity
+from titan_fp8moe.recipe import SCALE_TILE, group_rows, padded, row_capacity
 from titan_fp8moe.trainer import auto_dispatch
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, converted
 from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, fsdp_shards
@@ -404,7 +404,7 @@ def _sum(records: list[T]) -> T:
 
 def _quantized(width: int) -> float:
     """Bytes of a quantized row: e4m3, and a scale for each tile."""
-    return padded(width) * (1 + 1 / TILE)
+    return padded(width) * (1 + 1 / SCALE_TILE)
 
 
 def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops.backend import emulating, pass_gate
-from titan_fp8moe.recipe import STEP, TILE
+from titan_fp8moe.recipe import BLOCK, STEP
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +111,10 @@ def why_not_fp8_dims(dim: int, hidden_dim: int, hidden_dim_shards: int) -> str |
 
 def check_linear(name: str, out_features: int, in_features: int, shards: int) -> None:
     """A linear's dims must be whole FP8 tiles on each of the ranks that may share one of them."""
-    if out_features % (TILE * shards) or in_features % (TILE * shards):
+    if out_features % (BLOCK * shards) or in_features % (BLOCK * shards):
         raise ValueError(
             f"fp8_flow_moe.linear_fqns: {name} is {out_features}x{in_features} over {shards} tensor-parallel ranks, "
-            f"not multiples of {TILE} on each; remove it from the list"
+            f"not multiples of {BLOCK} on each; remove it from the list"
         )
 
 

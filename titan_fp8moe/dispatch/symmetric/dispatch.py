@@ -138,6 +138,8 @@ class SymmetricDispatch(Dispatch):
         self.dim = y_MD.shape[1]
         if not is_tracing(y_MD):
             at, impl = cast(Workspace, self.at), _impl(y_MD)
+            if bias is not None:  # PyTorch copies on its own stream
+                bias = bias._replace(b2_ED=bias.b2_ED.contiguous())
             at.scratch += [y_MD, ds_M, *(bias or ())]
             with at.beside():
                 impl.push_sums(at, plan, y_MD, ds_M, self.routing.row_TK, pair_CK, bias)

@@ -184,7 +184,7 @@ def push_sums(
         y_MD: (M, D) bf16.
         ds_M: (M,) fp32, the gradients of the rows' scores, which go along; None in a forward.
         row_CK, pair_CK: of :func:`pull_routing`.
-        bias: of the rows.
+        bias: of the rows; ``b2_ED`` is contiguous.
     """
     if int(workspace.overflow):
         workspace.view("sums").fill_(torch.nan)

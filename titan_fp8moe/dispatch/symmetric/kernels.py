@@ -542,8 +542,7 @@ def push_sums(workspace, plan, y_MD, ds_M, row_CK, pair_CK, bias=None):
     serve are not written, and not read by the token's rank."""
     kernel, shape, biases, more = _push, PUSH, (), {}
     if bias is not None:
-        b2, *rows = bias
-        kernel, shape, biases, more = _biased_push, BIASED_PUSH, (b2.contiguous(), *rows), dict(E=b2.shape[0])
+        kernel, shape, biases, more = _biased_push, BIASED_PUSH, bias, dict(E=bias.b2_ED.shape[0])
     ctas, constants = _work(workspace, shape, y_MD.shape[1])
     kernel[(ctas,)](
         workspace.addresses, workspace.offset("sums"), workspace.offset("score_gradients"), plan, workspace.overflow,
