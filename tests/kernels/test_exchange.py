@@ -73,7 +73,7 @@ def test_sums_of_padded_tokens_and_of_biases(device):
     tokens = [make_tokens(sizes, random_ids(T, K, N * E, device)) for _ in range(N)]
     for bias, dim in (
         (None, 192),
-        (torch.randn(192, E, device=device).t(), 192),
+        (torch.randn(E, 192, device=device), 192),
         (torch.randn(E, 256, device=device), None),
     ):
         compare(both, tokens, bias, dim)
