@@ -397,13 +397,12 @@ def patched(**new: Any):
         for module in (hopper, forward, wgrad):
             for name, old in vars(module).items():
                 if isinstance(old, gl.constexpr):
-                    monkeypatch.setattr(module, name, old.value)
+                    value = old.value
                 elif hasattr(old, "__triton_aggregate__"):
-                    monkeypatch.setattr(module, name, _python_class(old))
-                elif name in new:
-                    monkeypatch.setattr(module, name, new[name])
-                elif hasattr(old, "fn"):
-                    monkeypatch.setattr(module, name, old.fn)
+                    value = _python_class(old)
+                else:
+                    value = new.get(name, getattr(old, "fn", old))
+                monkeypatch.setattr(module, name, value)
         yield
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import pickle
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,13 +25,13 @@ from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # 
 from tests.layer import assert_equal, generations, refused
 from tests.patched import undone
 from tests.processes import call
+from tests.test_doctor import gpu  # noqa: F401  a fixture
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.torchao import is_moe
 from titan_fp8moe.torchtitan import converter, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
-from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.experts import Fp8FFN
 
 OFFLOAD = ["--training.enable_cpu_offload"]
@@ -126,10 +125,10 @@ def _sharded() -> list[tuple[bool, ...]]:
     return found
 
 
-def test_hardware_is_checked_where_something_is_converted(monkeypatch: pytest.MonkeyPatch):
+def test_hardware_is_checked_where_something_is_converted(gpu):  # noqa: F811
     """tests/test_doctor.py has what the check finds."""
-    monkeypatch.setattr(preflight, "check_hardware", Mock(side_effect=ValueError("no such kernels")))
-    for flags, said in (([], ["no such kernels"]), (["--fp8_flow_moe.filter_fqns=layers"], [])):
+    gpu(((8, 0), "2.11", "3.6"))
+    for flags, said in (([], ["compute capability 8.9 or later"]), (["--fp8_flow_moe.filter_fqns=layers"], [])):
         model = make_model(config := make_config(*flags))
         with refused(*said):
             convert(config, model)

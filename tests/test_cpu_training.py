@@ -2,7 +2,6 @@
 
 import resource
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torchtitan.components.validate import Validator
 from tests.distributed.conftest import case_dir  # noqa: F401  a fixture
 from tests.jobs import fp8_flags
 from tests.test_titan_jobs import VALIDATION, logged, train
-from titan_fp8moe.torchtitan import flavors
+from titan_fp8moe.dispatch.symmetric.workspace import ROWS, Sizes, Workspace
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.trainer import cpu
@@ -47,7 +46,9 @@ def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch)
         model_parts[0].moe.tokens_per_expert.add_(1)
 
     monkeypatch.setattr(Validator, "validate", count_tokens)
-    monkeypatch.setattr(flavors, "check_room", Mock(side_effect=RuntimeError("a larger dispatch_capacity")))
+    sizes = Sizes(1, 1, 128, 1, 1)
+    at = Workspace(sizes, 0, [torch.zeros(sizes.nbytes, dtype=torch.uint8)], lambda: 1.0)
+    at.report[ROWS] = 999
     with pytest.raises(RuntimeError, match="larger dispatch_capacity"):
         MoEValidator.validate(object.__new__(MoEValidator), [model], step=1)
     assert torch.equal(model.moe.tokens_per_expert, torch.arange(8.0))

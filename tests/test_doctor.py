@@ -1,5 +1,6 @@
 """Where kernels may run: at once on what tests have run on, after a comparison elsewhere, and not where they differ."""
 
+import itertools
 import logging
 import os
 import re
@@ -14,7 +15,6 @@ from triton import knobs
 from tests.layer import refused
 from titan_fp8moe import doctor, ops, recipe
 from titan_fp8moe.ops import backend, self_check
-from titan_fp8moe.ops.self_check import Case
 from titan_fp8moe.trainer import preflight
 
 HOPPER = (9, 0), "2.11", "3.6"
@@ -34,11 +34,14 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch, "__version__", f"{where[1]}.0+cu130")
         monkeypatch.setattr(self_check.triton, "__version__", f"{where[2]}.0")
         monkeypatch.setattr(self_check, "self_check", lambda: checked.append(backend._gate) or [*wrong])
-        monkeypatch.setattr(backend, "_gate", self_check.require_checked)
-        monkeypatch.setattr(backend, "_emulating", False)
+        backend.before_first_kernel(self_check.require_checked)
         return checked
 
-    return pretend
+    before = backend.emulating()
+    ops.emulate(False)
+    yield pretend
+    ops.emulate(before)
+    backend.before_first_kernel(self_check.require_checked)
 
 
 ON_GPU = Mock(is_cuda=True)  # all that an op asks of a tensor
@@ -91,22 +94,21 @@ def test_gpus_without_the_format_are_refused(gpu, capsys, capability, hip):
 
 
 @pytest.mark.parametrize("case", [*self_check.cases()], ids=lambda case: case.name)
-def test_a_wrong_element_is_found(monkeypatch, case):
+def test_a_wrong_element_is_found(case):
     """In any result of any op; where an exponential is allowed its last bits, one in 64."""
-    run = self_check.run
     assert self_check.agrees(case, "cpu")
-    for index in range(len(run(case, "cpu"))):
+    for index in range(len(self_check.run(case, "cpu"))):
+        calls = itertools.count()
 
-        def spoiled(case: Case, device: str, index: int = index) -> list[torch.Tensor]:
-            results = run(case, "cpu")
-            if device == "cuda":
+        def spoiled(*args, index=index, calls=calls):
+            results = self_check.run(case._replace(args=args), "cpu")
+            if next(calls):  # the first is the reference
                 spoil = results[index] = results[index].clone(memory_format=torch.contiguous_format)
                 raw, size = spoil.view(torch.uint8).view(-1), spoil.itemsize
                 raw[size - 1 :: 64 * size if case.nearly else raw.numel()] ^= 0x40 if case.nearly else 1
             return results
 
-        monkeypatch.setattr(self_check, "run", spoiled)
-        assert not self_check.agrees(case, "cuda"), index
+        assert not self_check.agrees(case._replace(op=spoiled), "cpu"), index
 
 
 def test_what_is_compared(monkeypatch):

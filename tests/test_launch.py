@@ -83,7 +83,7 @@ def test_one_key_is_one_compiled_kernel(data):
 class Compiled:
     """Records calls of Triton's JIT, and the arguments of launches of the kernel that it compiled."""
 
-    function, packed_metadata = "function", "metadata"
+    function, packed_metadata, capturing = "function", "metadata", False
 
     def __init__(self):
         self.jit_calls, self.launched, self.launched_by_triton = [], [], []
@@ -103,10 +103,12 @@ def recorded(monkeypatch):
         record.jit_calls.append((args, constants))
         return record
 
+    three._compiled.clear()
+    record.probe = Mock(return_value=torch.tensor([1]))
     monkeypatch.setattr(jit.JITFunction, "run", run)
-    monkeypatch.setattr(three, "_compiled", {})
-    monkeypatch.setattr(launch, "_fast", True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_fast", None)
+    monkeypatch.setattr(launch, "launch_probe", record.probe)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: record.capturing)
     with no_driver():
         yield record
 
@@ -167,14 +169,10 @@ def test_launches_on_another_device_go_through_the_jit_again(recorded, x, device
     assert all(passed[2].dtype == torch.uint8 for passed, _ in recorded.jit_calls)  # scales arrive as bytes
 
 
-BY_TRITON = torch.tensor([1])
-
-
 @pytest.mark.parametrize("here", [torch.tensor([2]), TypeError("function takes exactly 5 arguments")])
-def test_a_launcher_that_has_changed_is_left_to_triton(recorded, monkeypatch, here):
+def test_a_launcher_that_has_changed_is_left_to_triton(recorded, here):
     """With one warning, and without another probe."""
-    monkeypatch.setattr(launch, "_fast", None)
-    monkeypatch.setattr(launch, "launch_probe", Mock(side_effect=[BY_TRITON, here]))
+    recorded.probe.side_effect = [torch.tensor([1]), here]
     three[(5,)](*args(), SIZE=1, FLAG=True)
     with pytest.warns(UserWarning, match=r"Triton .*'s own launcher.*(\[2\] instead of \[1\]|exactly 5)"):
         three[(5,)](*args(), SIZE=1, FLAG=True)
@@ -183,19 +181,16 @@ def test_a_launcher_that_has_changed_is_left_to_triton(recorded, monkeypatch, he
     assert len(recorded.jit_calls) == 4 and not recorded.launched
 
 
-def test_the_launcher_is_compared_once(recorded, monkeypatch):
+def test_the_launcher_is_compared_once(recorded):
     """Not while a graph is captured, which Triton launches."""
-    monkeypatch.setattr(launch, "_fast", None)
-    monkeypatch.setattr(launch, "launch_probe", probe := Mock(return_value=BY_TRITON))
-    capturing = [True]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    recorded.capturing = True
     for _ in range(2):
         three[(5,)](*args(), SIZE=1, FLAG=True)
-    assert not probe.called and len(recorded.jit_calls) == 2
-    capturing[0] = False
+    assert not recorded.probe.called and len(recorded.jit_calls) == 2
+    recorded.capturing = False
     for _ in range(3):
         three[(5,)](*args(), SIZE=1, FLAG=True)
-    assert probe.call_count == 2 and len(recorded.jit_calls) == 2 and len(recorded.launched) == 3
+    assert recorded.probe.call_count == 2 and len(recorded.jit_calls) == 2 and len(recorded.launched) == 3
 
 
 def test_descriptors_are_those_of_tritons_constructor():

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import Lifetimes
+from tests.layer import CastCounter, Lifetimes
 from tests.variants import small_layer
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -136,14 +136,16 @@ def test_tokens_are_kept_as_they_arrived(group, recompute):
 
 
 @pytest.mark.parametrize("counts, rows", [((129, 0, 71, 0), 384), ((128, 128, 0, 256), 512), ((0, 0, 0, 0), 128)])
-def test_rows_are_for_what_arrives(group, monkeypatch, counts, rows):
+def test_rows_are_for_what_arrives(group, counts, rows):
     """Not for the most padding that these rows could need: 640, 896 and 128."""
-    sizes, permute = [], ops.permute_rows
-    monkeypatch.setattr(ops, "permute_rows", lambda *args: sizes.append(args[3].shape[0]) or permute(*args))
     chosen = torch.cat([torch.arange(4).repeat_interleave(torch.tensor(counts)), torch.tensor([-1])]).unsqueeze(1)
     x, scores = torch.randn(len(chosen), 128, requires_grad=True), torch.rand(len(chosen), 1)
-    routed_experts(x, *torch.randn(3, 4, 128, 128), chosen, scores, ep_group=group).sum().backward()
-    assert sizes == [rows, rows]
+    with CastCounter() as forward:
+        out = routed_experts(x, *torch.randn(3, 4, 128, 128), chosen, scores, ep_group=group)
+    with CastCounter() as backward:
+        out.sum().backward()
+    for counter in (forward, backward):
+        assert counter.ops["permute_rows"] == 1 and counter.args["permute_rows"][3].shape[0] == rows
 
 
 def test_symmetric_transfers_run_beside_the_layer(group, monkeypatch, watch):

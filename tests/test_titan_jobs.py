@@ -316,7 +316,7 @@ def test_a_rank_on_a_cpu_without_fast_bf16_computes_in_float32(monkeypatch, gpu,
     """Unless the job names a precision."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: launched)
-    monkeypatch.setattr(cpu, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
     cpu.compute_dtype.cache_clear()
     try:
         job, named = jobs.parse(), jobs.parse("--training.mixed_precision_param=bfloat16")
