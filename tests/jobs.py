@@ -6,6 +6,7 @@
 import copy
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ CUSTOM_MODULE = "--job.custom_config_module=titan_fp8moe.torchtitan"
 
 
 @pytest.fixture(autouse=True)
-def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The same results on a machine with GPUs, for every test of a file that imports this."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -43,7 +44,10 @@ def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "histc", _histc_with_integers(torch.histc))
     monkeypatch.setattr(attention.FlexAttentionWrapper, "_compiled_flex_attn", staticmethod(_dense_attention))
     monkeypatch.setattr(attention, "_compiled_create_block_mask", create_block_mask_on_cpu)
-    monkeypatch.setattr(backend, "_emulating", False)
+    emulates = backend.emulating()
+    backend.emulate(False)
+    yield
+    backend.emulate(emulates)
 
 
 def make_config(*overrides: str, model: str = "deepseek_v3", flavor: str = "tiny") -> JobConfig:
