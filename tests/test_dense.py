@@ -45,17 +45,6 @@ def test_only_what_is_needed_is_computed():
         assert (counter.ops["grouped_mm"], counter.ops["grouped_mm_wgrad"]) == ((1, 0) if needed is x else (0, 1))
 
 
-@pytest.mark.parametrize("alone", range(4))
-def test_one_leaf_alone_gets_its_gradient(alone):
-    inputs = leaves()
-    want = torch.autograd.grad(ffn(inputs).square().sum(), inputs)[alone]
-    for i, leaf in enumerate(inputs):
-        leaf.requires_grad_(i == alone)
-    ffn(inputs).square().sum().backward()
-    assert [leaf.grad is None for leaf in inputs] == [i != alone for i in range(4)]
-    assert torch.equal(inputs[alone].grad, want)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_outputs_can_change_in_place(dtype):
     """As those of ``nn.Linear``: by an activation or a residual."""

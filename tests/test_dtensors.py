@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.layer import DEVICE
@@ -46,18 +46,6 @@ def test_weights_that_fsdp_has_not_gathered(group):
     for module in (experts, spread, stored, linear):
         with pytest.raises(RuntimeError, match="call the module that FSDP wraps"):
             module(x) if module is linear else module(x, ids, torch.ones(8, 1, device=DEVICE))
-
-
-@stored_in_fsdp
-def test_scores_of_stored_experts_stay_fp32_under_fsdp(group):
-    fp8 = (Fp8Weight.quantize(torch.randn(4, 128, 128, device=DEVICE)) for _ in range(3))
-    experts = RoutedExperts.from_fp8(*fp8)
-    x, ids = torch.randn(8, 128, device=DEVICE), torch.zeros(8, 1, dtype=torch.int64, device=DEVICE)
-    scores = torch.rand(8, 1, device=DEVICE)
-    want = experts(x.bfloat16(), ids, scores)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(experts, mesh=init_device_mesh(DEVICE, (1,)), mp_policy=policy)
-    assert torch.equal(experts(x, ids, scores), want)
 
 
 def shape_of_unequal_parts() -> tuple[int, ...]:

@@ -13,15 +13,7 @@ from torch.torch_version import TorchVersion
 
 from tests.layer import DEVICE, refused
 from tests.processes import call
-from titan_fp8moe import (
-    Fp8FlowLinear,
-    Fp8FlowMoEConfig,
-    RoutedExperts,
-    SharedExperts,
-    WeightCache,
-    grouped_ffn,
-    grouped_mm,
-)
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_ffn, grouped_mm
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.weights import ExpertWeights
 
@@ -179,14 +171,3 @@ def test_saved_graphs_keep_no_weights(tmp_path: Path, kind: str, run_before: boo
     path = str(tmp_path / "function")
     call(save_compiled, kind, path, run_before)
     assert call(load_compiled, kind, path) == [True] * 3
-
-
-@saves_graphs
-def test_saved_graphs_use_no_cache():
-    weights, ends = [torch.randn(E, D, D, device=DEVICE) for _ in range(3)], torch.full((E,), 16, device=DEVICE)
-    x, cache = torch.randn(16, D, device=DEVICE), WeightCache()
-
-    def function(x: Tensor) -> Tensor:
-        return grouped_ffn(x, *weights, ends.int(), cache=cache)
-
-    assert torch.equal(torch.compile(function, fullgraph=True).aot_compile(((x,), {}))(x), function(x))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.layer import assert_equal
 from tests.patched import undone
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, offload_experts, recipe
-from titan_fp8moe.layer import host
-from titan_fp8moe.nn import offload
 
 D, E, K, T = 256, 4, 2, 48
 HIDDEN = 128, 384, 256, 128, 256  # of the layers, unlike in a model
@@ -306,18 +305,17 @@ def test_two_streams(offloaded):
             here(*inputs)
 
 
-def test_two_threads(monkeypatch: pytest.MonkeyPatch):
+def test_two_threads():
     """No thread takes a layer before another has read its own."""
     there, here = Layers(), Layers()
     offload_experts(here, "cpu")
-    take = host.HostExperts.take
+    experts = here.layers[0].fp8_host.experts
 
-    def take_slowly(*args: Any) -> Any:
-        taken = take(*args)
-        sleep(0.005)  # lets the other thread run
-        return taken
+    def current_stream(device: torch.device) -> torch.Stream:
+        sleep(0.005)  # between a copy and its use, lets the other thread run
+        return torch.cpu.current_stream(device)
 
-    monkeypatch.setattr(host.HostExperts, "take", take_slowly)
+    experts.runtime = SimpleNamespace(**vars(torch.cpu) | dict(current_stream=current_stream))
     inputs = [make_inputs(), make_inputs()]
     with ThreadPoolExecutor(2) as pool:
         found = [*pool.map(functools.partial(step, here), inputs)]
@@ -378,16 +376,15 @@ def test_ddp_leaves_them_out(offloaded, group):
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch):
+    """A model that does not fit is left where it was."""
     with pytest.raises(ValueError, match=r"Linear has no experts stored in FP8.*RoutedExperts\.from_fp8"):
         offload_experts(nn.Linear(2, 2))
-    model = Layers()
-    largest, taken = 3 * E * D * max(HIDDEN), []
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(offload, "pinned_like", taken.append)
-    monkeypatch.setattr(offload, "_available_bytes", lambda: 2 * largest - 1)
-    with pytest.raises(MemoryError, match=f"needs {2 * largest:,} bytes .* and {2 * largest - 1:,} "):
-        offload_experts(model.cpu())
-    assert not taken
+    model, ranks = Layers().cpu(), 10**9
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    with pytest.raises(MemoryError, match=f"needs {ranks * 3 * E * D * max(HIDDEN):,} bytes .* and [0-9]"):
+        offload_experts(model)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
 
 
 def test_moved_models(offloaded):
@@ -401,34 +398,30 @@ def test_moved_models(offloaded):
     assert [*after] == before and {name for name, moved in after.items() if not moved} == {"w13", "w2"}
 
 
-@undone()  # the experiment undoes changes
-def test_transformers(offloaded, tmp_path: Path):
-    """Loss and gradients beside PEFT's adapters, checkpointed; what it saves."""
-    pytest.importorskip("peft", "0.21")
-    from experiments.lora_qwen3_30b import run as experiment
+@undone()
+def test_transformers(offloaded):
+    """Experts of its FP8 checkpoints: output and gradient, and that they are frozen and run here."""
+    pytest.importorskip("transformers", "5.17")
+    from tests.test_transformers import fp8_experts, make_inputs
+    from titan_fp8moe.transformers import register
 
-    tiny = dict(hidden_size=128, moe_intermediate_size=128, num_hidden_layers=4, num_attention_heads=2)
-    tiny |= dict(num_key_value_heads=2, num_experts=8, vocab_size=512)
-    dims = experiment.MODELS["qwen3"].dims | tiny
-    there, other = (experiment.Trainer(dims, "ours").model.cpu() for _ in range(2))
-    here, device = offloaded(other)
-    (tokens,) = torch.randint(512, (1, 2, 40))
+    register()
+    (experts, _), (x, ids, scores) = fp8_experts(), make_inputs(torch.bfloat16)
+    there = nn.ModuleList([experts.cpu().requires_grad_(False)])
+    here, device = offloaded(copy.deepcopy(there))
+    x, ids, scores = x.cpu().requires_grad_(), ids.cpu(), scores.cpu()
     found = []
-    for model, mode in ((there, contextlib.nullcontext()), (here, device)):
-        adapters = [p for p in model.parameters() if p.requires_grad]
+    for (model,), mode in ((there, contextlib.nullcontext()), (here, device)):
         with mode:
-            loss = experiment.loss_of(model, tokens)
-            found.append([loss.detach(), *torch.autograd.grad(loss, adapters)])
+            out = model(x, ids, scores)
+            found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), x)])
     assert_equal(found[1], found[0])
-    assert len(device.targets) == 2
-    states = [model.get_base_model().state_dict() for model in (there, here)]
-    assert_equal(states[1].values(), states[0].values())
-    trained = next(m for m in here.modules() if "fp8_host" in vars(m)).down_proj.requires_grad_(True)
+    assert_equal(here.state_dict().values(), there.state_dict().values())
+    here[0].down_proj.requires_grad_(True)
     with pytest.raises(ValueError, match="freeze it with requires_grad_"), device:
-        experiment.loss_of(here, tokens)
-    trained.requires_grad_(False)
-    here.get_base_model().set_experts_implementation("grouped_mm")
-    with pytest.raises(ValueError, match="FP8Experts would run as grouped_mm, which cannot read host memory"):
+        here[0](x, ids, scores)
+    here[0].config._experts_implementation = "grouped_mm"
+    with pytest.raises(ValueError, match="Quantized would run as grouped_mm, which cannot read host memory"):
         offload_experts(here, "cpu")
 
 

@@ -269,14 +269,6 @@ def trained(case_dir: Path) -> tuple[Path, list[float]]:  # noqa: F811
     return saved, loss
 
 
-def test_hugging_faces_format(case_dir: Path, tmp_path: Path, trained):  # noqa: F811
-    (saved, loss), first_losses = trained, []
-    for name, more in (("whole", []), ("step-4", ["--checkpoint.initial_load_in_hf"])):
-        flags = f"--checkpoint.initial_load_path={saved / name}", *more, *jobs.fp8_flags()
-        first_losses += logged(train(case_dir, tmp_path / name, 1, *flags))
-    assert first_losses[0] == first_losses[1] < loss[-1]
-
-
 def test_bf16_and_fp8_go_on_with_each_others_checkpoints(case_dir: Path, tmp_path: Path, trained):  # noqa: F811
     """Over other ranks too. A filter of all layers leaves bf16's digits."""
     (saved, loss), folder = trained, tmp_path / "bf16"

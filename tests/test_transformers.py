@@ -185,16 +185,27 @@ def test_sentinels_add_nothing():
     assert all(error < ONE_LAYER for error in errors), errors
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="fake tensors of a second GPU need one, where there is any")
 def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch):
     """``device_map`` spreads layers over GPUs, and the current one stays the first."""
-    entered: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device.index)))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(adapter, "run_layer", lambda x, *_: x)
-    experts = qwen3_experts(implementation="fp8_flow")
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(device: torch.device):
+        current.append(device.index)
+        yield
+        current.append(0)
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     for index in range(2):
-        experts(SimpleNamespace(device=torch.device("cuda", index)), *make_inputs()[1:])
-    assert entered == [1]
+        experts = qwen3_experts(implementation="fp8_flow")
+        with FakeTensorMode(), torch.no_grad():
+            for name, param in [*experts.named_parameters()]:
+                there = torch.empty(param.shape, device=f"cuda:{index}")
+                setattr(experts, name, torch.nn.Parameter(there, requires_grad=False))
+            experts(*(t.to(f"cuda:{index}") for t in make_inputs()))  # refused but on the current device
+    assert current == [0, 1, 0]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -318,22 +329,12 @@ def test_registrations_that_are_refused(monkeypatch: pytest.MonkeyPatch):
 SMALL = dict(
     vocab_size=VOCABULARY, hidden_size=D, intermediate_size=H, moe_intermediate_size=H, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts_per_tok=K, max_position_embeddings=128,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.05, attention_dropout=0.0,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.05, attention_dropout=0.0, num_experts=E,
 )  # fmt: skip
-MLA = dict(
-    q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=64, head_dim=32,
-    n_routed_experts=E, n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
-)  # fmt: skip
-FAMILIES = {  # one without shared experts, one whose have a gate of their own; MLA and groups
-    "Qwen3Moe": dict(num_experts=E),
-    "Qwen2Moe": dict(num_experts=E, shared_expert_intermediate_size=H),
-    "DeepseekV3": MLA,
-}
 
 
-def make_model(family: str = "Qwen3Moe", **changes: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(**SMALL | FAMILIES[family] | changes)
-    return getattr(transformers, f"{family}ForCausalLM")(config).to(DEVICE)
+def make_model(**changes: Any) -> Any:
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL | changes)).to(DEVICE)
 
 
 def make_tokens(batch: int = 2, length: int = 48) -> Tensor:
@@ -345,24 +346,6 @@ def loss_and_grads(model: Any, tokens: Tensor, call: Callable | None = None) -> 
     loss = (model if call is None else call)(input_ids=tokens, labels=tokens).loss
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family: str):
-    """Loss and all gradients near fp32's. With one MoE layer, as its errors may choose other experts in a second."""
-    layers = 1 + ("first_k_dense_replace" in FAMILIES[family])
-    model, tokens = make_model(family, num_hidden_layers=layers), make_tokens()
-    model.set_experts_implementation("eager")
-    want_loss, want = loss_and_grads(model, tokens)
-    model.set_experts_implementation("fp8_flow")
-    assert adapter.converted(model)
-    loss, grads = loss_and_grads(model, tokens)
-    assert loss == pytest.approx(want_loss, rel=5e-3)
-    errors = {name: relative_error(grads[name], want[name]) for name in want if want[name].any()}
-    # The router's gradients are differences of a token's score gradients, so their error varies more.
-    routers = {name: errors.pop(name) for name in [*errors] if ".gate.weight" in name or "router" in name}
-    assert max(errors.values()) < ONE_LAYER and max(routers.values()) < 0.3, (errors, routers)
-    assert max(error for name, error in errors.items() if "experts." in name) > 0.01
 
 
 def test_a_model_in_which_nothing_runs_in_fp8_is_named():
@@ -490,22 +473,6 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
             assert all(relative_error(grad, want_grads[name]) < 0.05 for name, grad in grads.items())
     assert [m.fp8_flow_cache.layouts for m in experts] == ["forward" if frozen else "both"] * len(experts)
     assert len({m.fp8_flow_cache.kind for m in experts}) == 1  # or each layer, compiled alone, would have a graph
-
-
-def test_save_and_load(tmp_path: Path):
-    """Checkpoints do not know of FP8: the same files, loaded with and without it."""
-    auto, model = transformers.AutoModelForCausalLM, make_model(experts_implementation="fp8_flow")
-    model.save_pretrained(tmp_path)
-    again = auto.from_pretrained(tmp_path, experts_implementation="fp8_flow").to(DEVICE)
-    plain = auto.from_pretrained(tmp_path).to(DEVICE)
-    assert "fp8_flow" not in (tmp_path / "config.json").read_text()
-    for loaded in (again, plain):
-        assert_equal(loaded.state_dict().values(), model.state_dict().values())
-    with torch.no_grad():
-        want = model(tokens := make_tokens()).logits
-        assert torch.equal(again(tokens).logits, want) and not torch.equal(plain(tokens).logits, want)
-    with refused("a saved model does not keep the choice"):
-        adapter.converted(plain)
 
 
 # --- torchao ----------------------------------------------------------------------------------------------------------
