@@ -95,14 +95,11 @@ def test_other_numbers_of_rows_compile_nothing_new(kernels):
     assert all(specializations(M) == specializations(128) for M in (256, 384, 2048, 4224, 2**20))
 
 
-@pytest.mark.parametrize(
-    "capability, shared_memory, instruction",
-    [
-        (89, 99 * 1024, r"mma\.sync\.\S*\.e4m3\.e4m3\."),
-        (120, 99 * 1024, r"mma\.sync\.\S*e4m3\.e4m3\."),
-        (100, SHARED_MEMORY, r"tcgen05\.mma\.\S*kind::f8f6f4"),
-    ],
-)
+@pytest.mark.parametrize("capability, shared_memory, instruction", [
+    (89, 99 * 1024, r"mma\.sync\.\S*\.e4m3\.e4m3\."),
+    (120, 99 * 1024, r"mma\.sync\.\S*e4m3\.e4m3\."),
+    (100, SHARED_MEMORY, r"tcgen05\.mma\.\S*kind::f8f6f4"),
+])  # fmt: skip
 def test_plain_on_other_gpus(capability, shared_memory, instruction):
     sizes = 98304, 64, 2816, 2048
     launches = record_launches(gemms.grouped_mm, *forward(*sizes), torch.bfloat16)

@@ -75,17 +75,14 @@ def spoil(where, layers, x, dout):
         dout.copy_(3e38 * dout.sign())
 
 
-@pytest.mark.parametrize(
-    "where, said",
-    [
-        ((0, "x"), "layers.0.feed_forward, in its input x"),
-        ((0, "weights"), "layers.1.moe, in its input x"),
-        ((1, "weights"), "layers.2.moe, in its input x"),
-        ((2, "weights"), "layers.1.moe, in its output's gradient dy"),
-        ((2, "dy"), "layers.2.moe, in its output's gradient dy"),
-        ((2, "large dy"), "layers.1.moe, in its output's gradient dy"),
-    ],
-)
+@pytest.mark.parametrize("where, said", [
+    ((0, "x"), "layers.0.feed_forward, in its input x"),
+    ((0, "weights"), "layers.1.moe, in its input x"),
+    ((1, "weights"), "layers.2.moe, in its input x"),
+    ((2, "weights"), "layers.1.moe, in its output's gradient dy"),
+    ((2, "dy"), "layers.2.moe, in its output's gradient dy"),
+    ((2, "large dy"), "layers.1.moe, in its output's gradient dy"),
+])  # fmt: skip
 def test_the_first_is_named_once(ep_group, processor, caplog, where, said):
     layers = Layers(ep_group)
     metrics.watch(dict(zip(NAMES, layers.layers, strict=True)))

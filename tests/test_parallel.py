@@ -10,12 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.layer import refused
-from titan_fp8moe import (
-    Fp8FlowMoEConfig,
-    RoutedExperts,
-    clip_grad_norm_,
-    parameter_groups,
-)
+from titan_fp8moe import Fp8FlowMoEConfig, RoutedExperts, clip_grad_norm_, parameter_groups
 from titan_fp8moe.nn import parallel
 
 

@@ -150,15 +150,12 @@ def test_weight_hard_blocks(generator):
     check_weight([w])
 
 
-@pytest.mark.parametrize(
-    "E, N, K, pair, dtype, turned",
-    [
-        (2, 200, 256, False, BF16, False),
-        (33, 16, 128, True, FP32, False),
-        (2, 200, 256, False, FP32, True),
-        (2, 144, 192, True, BF16, True),
-    ],
-)
+@pytest.mark.parametrize("E, N, K, pair, dtype, turned", [
+    (2, 200, 256, False, BF16, False),
+    (33, 16, 128, True, FP32, False),
+    (2, 200, 256, False, FP32, True),
+    (2, 144, 192, True, BF16, True),
+])  # fmt: skip
 def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
     """Into the same memory, if a sample, the step or the caller says so, or for a backward of another generation; the
     state is the recipe's. Weights may be stored transposed, ``turned``."""
