@@ -38,19 +38,16 @@ def route() -> tuple[str, float]:
     return Fp8FlowMoEConfig(dispatch="auto").backend.description, auto.room()
 
 
-@pytest.mark.parametrize(
-    ("layers", "room"),  # of each step (rows, tokens)
-    [
-        (19 * [[(100, 500)]] + [[(1000, 500), (1250, 500), (1000, 500)]], 1.25),
-        (19 * [[(100, 500)]] + [[(1000, 500), (1251, 500), (1000, 500)]], 1.5),
-        (19 * [[(100, 500)]] + [[(1000, 650)]], 1.5),
-        (20 * [[(2500, 500)]], 2.5),
-        (19 * [[(100, 500)]], 0),
-        ([[(2501, 500)]] + 19 * [[(1000, 500)]], 0),  # more than any room
-        ([[(2501, 500)]] + 20 * [[(1000, 500)]], 1.25),
-        (20 * [[]], 0),
-    ],
-)
+@pytest.mark.parametrize(("layers", "room"), [  # of each step (rows, tokens)
+    (19 * [[(100, 500)]] + [[(1000, 500), (1250, 500), (1000, 500)]], 1.25),
+    (19 * [[(100, 500)]] + [[(1000, 500), (1251, 500), (1000, 500)]], 1.5),
+    (19 * [[(100, 500)]] + [[(1000, 650)]], 1.5),
+    (20 * [[(2500, 500)]], 2.5),
+    (19 * [[(100, 500)]], 0),
+    ([[(2501, 500)]] + 19 * [[(1000, 500)]], 0),  # more than any room
+    ([[(2501, 500)]] + 20 * [[(1000, 500)]], 1.25),
+    (20 * [[]], 0),
+])  # fmt: skip
 def test_room_for_the_fullest_layer_of_the_last_steps_and_a_tenth(layers, room):
     """Buffers may be full to the margin."""
     for step in layers:
@@ -143,23 +140,20 @@ ONCE_ALL_FIT = "all-to-all, and over symmetric memory once all rows fit"
 IF_A_NODE = ", if the 32 ranks share a node"
 
 
-@pytest.mark.parametrize(
-    # The experts' ranks and those of their hidden dims, a node's ranks if a launcher tells, GPUs.
-    ("dispatch", "shards", "ranks", "gpus", "way"),
-    [
-        ("auto", (2, 1), "2", 0, ONCE_ALL_FIT),
-        ("auto", (4, 1), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
-        ("auto", (2, 2), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
-        ("all_to_all", (2, 1), "2", 0, "all-to-all"),
-        ("symmetric", (2, 1), "2", 0, "symmetric memory"),
-        ("auto", (32, 1), None, 0, ONCE_ALL_FIT + IF_A_NODE),
-        ("auto", (32, 1), None, 8, "all-to-all: 32 ranks share the experts and a node has 8"),
-        ("auto", (32, 1), None, 64, ONCE_ALL_FIT + IF_A_NODE),
-        ("symmetric", (32, 1), None, 8, "symmetric memory" + IF_A_NODE),
-        ("all_to_all", (32, 1), None, 0, "all-to-all"),
-        ("auto", (2, 1), None, -2, "all-to-all: a GPU cannot access another one's memory"),
-    ],
-)
+# The experts' ranks and those of their hidden dims, a node's ranks if a launcher tells, GPUs.
+@pytest.mark.parametrize(("dispatch", "shards", "ranks", "gpus", "way"), [
+    ("auto", (2, 1), "2", 0, ONCE_ALL_FIT),
+    ("auto", (4, 1), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
+    ("auto", (2, 2), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
+    ("all_to_all", (2, 1), "2", 0, "all-to-all"),
+    ("symmetric", (2, 1), "2", 0, "symmetric memory"),
+    ("auto", (32, 1), None, 0, ONCE_ALL_FIT + IF_A_NODE),
+    ("auto", (32, 1), None, 8, "all-to-all: 32 ranks share the experts and a node has 8"),
+    ("auto", (32, 1), None, 64, ONCE_ALL_FIT + IF_A_NODE),
+    ("symmetric", (32, 1), None, 8, "symmetric memory" + IF_A_NODE),
+    ("all_to_all", (32, 1), None, 0, "all-to-all"),
+    ("auto", (2, 1), None, -2, "all-to-all: a GPU cannot access another one's memory"),
+])  # fmt: skip
 def test_which_jobs_may_take_symmetric_memory(monkeypatch, dispatch, shards, ranks, gpus, way):
     """A negative number of GPUs cannot read each other. A dry run knows no node, whatever this machine has; the job may
     have a reason of its own, and experts on one rank send nothing."""
