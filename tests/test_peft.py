@@ -98,18 +98,6 @@ def test_checkpointing_and_compile():
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_merge_unmerge_and_disable():
-    model, tokens = make_adapted(), make_tokens()
-    beside = logits(model, tokens)
-    with model.disable_adapter():
-        plain = logits(model, tokens)
-    model.merge_adapter()
-    assert relative_error(logits(model, tokens) - plain, beside - plain) < 0.3  # FP8 rounds the sum
-    model.unmerge_adapter()
-    assert relative_error(logits(model, tokens), beside) < 1e-2
-    assert relative_error(model.merge_and_unload()(tokens).logits - plain, beside - plain) < 0.3
-
-
 def test_several_active_adapters():
     """As one, whose rank is the sum; PEFT would add their products to the weights."""
     model, tokens = make_adapted(), make_tokens()

@@ -114,24 +114,6 @@ def test_padding_does_not_count(kind):
         assert result[f"{kind}/underflow"] < 0.05 and not result[f"{kind}/zero_tiles"], kind
 
 
-def test_known_scales():
-    x, a, dy, dh, weights, token_M = make_inputs()
-    x[:] = 448
-    x[0, 128:] = 448 * 2.0**-125  # the least scale
-    x[1, :] = 448 * 2.0**4
-    weights[0][0, 0, 0] = 448 * 2.0**3
-    result = figures(x, a, dy, dh, weights, token_M)
-    assert (result["x/exponent_min"], result["x/exponent_max"]) == (-125, 4)
-    assert result["x/exponent_mean"] == pytest.approx((-125 + 2 * 4) / 256)
-    assert result["x/row_spread_p99"] == 0  # one row of 128 is more than 1% of them
-    x[2:4, :128] = 448 * 2.0**-5
-    assert figures(x, a, dy, dh, weights, token_M)["x/row_spread_p99"] == 5
-    assert result["w/row_spread_p99"] == 11
-    x[:] = 0
-    result = figures(x, a, dy, dh, weights, token_M)
-    assert result["x/zero_tiles"] == 1 and math.isnan(result["x/row_spread_p99"])
-
-
 def test_known_shifts():
     """One operand's rows at exponents 0, -3, -10 and -40 beside each other, the other operand all alike."""
     x, a, dy, dh, weights, token_M = make_inputs()
