@@ -1,5 +1,8 @@
 """The whole layer: ids that are spread evenly or wrong, and scores in bf16. tests/test_any_layer.py has numbers."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -43,7 +46,7 @@ def test_weight_gradients_depend_on_the_order(seed):
 
 
 @pytest.mark.parametrize("wrong", [E, -2, 2**31 - 1, 2**40])
-@pytest.mark.skipif(DEVICE == "cuda", reason="a kernel asserts: tests/kernels/test_permute.py")
+@pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
 def test_ids_that_are_no_experts_are_refused(wrong):
     """By what the public can call. -1 is none, and ``apply_layer`` takes all others for -1, too."""
     x, scores, chosen, weights = make_layer()
@@ -64,3 +67,31 @@ def test_ids_that_are_no_experts_are_refused(wrong):
         config = Fp8FlowMoEConfig()
         got = apply_layer(x, ExpertWeights(*weights), chosen, scores, config=config, check_ids=False)
         assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+def test_wrong_experts_end_in_an_assertion(captured):
+    """In a process of its own, whose context is lost; also in a CUDA graph. Valid ids pass."""
+    code = f"""
+import torch
+from tests.layer import make_layer, E
+from titan_fp8moe import routed_experts
+x, scores, chosen, weights = make_layer(dtype=torch.bfloat16)
+run = lambda: routed_experts(x, *weights, chosen, scores)
+chosen[0, 0] = -1
+run(), run(), torch.cuda.synchronize()
+if {captured}:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    run = graph.replay
+    run(), torch.cuda.synchronize()
+print("valid ids passed", flush=True)
+chosen[5, 1] = E
+run(), torch.cuda.synchronize()
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode and "valid ids passed" in result.stdout
+    assert "topk_ids: an id is neither -1 nor one of the experts'" in result.stderr
+    assert "device-side assert" in result.stderr

@@ -80,3 +80,10 @@ def test_replay(path: Path):
     names = dict(model=model, prompts=prompts, F=nn.functional, sequences=torch.randint(64, (2, 25)))
     routed = run("docs/rl.md", "replay_routing(model", **names, loss=lambda out: out.logits.sum())["routed"]
     assert routed.shape[0] == 2 and routed.shape[2] == 2 and (routed[:, -1] == -1).all()
+
+
+def test_tests_that_pages_name_exist():
+    tests = "".join(f"{path.stem}\n{path.read_text()}" for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")]:
+        for name in re.findall(r"\btest_\w+", page.read_text()):
+            assert re.search(rf"^(def )?{name}\b", tests, re.MULTILINE), f"{page}: {name}"
