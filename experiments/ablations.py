@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops, recipe
-from titan_fp8moe.recipe import E8M0, TILE
+from titan_fp8moe.recipe import BLOCK, E8M0
 
 
 @torch.compile(dynamic=False)
 def _requantize(q_MD: Tensor, byte_MG: Tensor) -> tuple[Tensor, Tensor]:
     M, D = q_MD.shape
     x_DM = recipe.dequantize(q_MD, byte_MG).t().contiguous()
-    q, byte = recipe.quantize_tiles(x_DM.view(D // TILE, TILE, M // TILE, TILE), (1, 3))
-    return q.view(D, M), byte.view(D // TILE, M // TILE).to(torch.uint8)
+    q, byte = recipe.quantize_tiles(x_DM.view(D // BLOCK, BLOCK, M // BLOCK, BLOCK), (1, 3))
+    return q.view(D, M), byte.view(D // BLOCK, M // BLOCK).to(torch.uint8)
 
 
 def requantized(q_MD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def requantized_pair(
 @requantized_pair.register_fake
 def _(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode, token_M=None):
     M, (K, N) = dy_MN.shape[0], (x_MD.shape[1], dy_MN.shape[1])
-    scales = [x_scale.new_empty(columns // TILE, M // TILE) for columns in (K, N)]
+    scales = [x_scale.new_empty(columns // BLOCK, M // BLOCK) for columns in (K, N)]
     return x_MD.new_empty(K, M), scales[0], dy_MN.new_empty(N, M), scales[1]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from experiments.records import record
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK
 
 BACK_TO_BACK = "back to back"
 AFTER_IDLING = "after idling"
@@ -26,10 +26,10 @@ States = dict[str, dict[str, float]]  # figures by state of the GPU and candidat
 
 def group_ends(rows: int, experts: int, device: str = "cuda") -> Tensor:
     """(experts,) int32 ends of groups of 0.7 to 1.3 times the average number of rows, multiples of 128."""
-    tiles = (torch.linspace(0.7, 1.3, experts) * (rows / experts / TILE)).round().long()
-    tiles[experts // 2] += rows // TILE - tiles.sum()
+    tiles = (torch.linspace(0.7, 1.3, experts) * (rows / experts / BLOCK)).round().long()
+    tiles[experts // 2] += rows // BLOCK - tiles.sum()
     order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
-    return (tiles[order] * TILE).cumsum(0).to(torch.int32).to(device)
+    return (tiles[order] * BLOCK).cumsum(0).to(torch.int32).to(device)
 
 
 def elapsed_ms(run: Callable[[], object], times: int = 1) -> float:

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_fp8moe.kernels.gemm import forward, grouped_mm, hopper, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
-from titan_fp8moe.recipe import FP8, TILE
+from titan_fp8moe.recipe import BLOCK, FP8
 
 TORCH_DTYPE = {
     "int32": torch.int32,
@@ -266,9 +266,9 @@ def load_tile(desc: Descriptor, place: list, barrier: Barrier, smem: Shared, pre
     if not pred:
         return
     row, column = map(int, place)
-    tile = desc.matrix[row : row + TILE, column : column + TILE].view(torch.uint8)
+    tile = desc.matrix[row : row + BLOCK, column : column + BLOCK].view(torch.uint8)
     smem.tensor.view(torch.uint8).zero_()[: tile.shape[0], : tile.shape[1]] = tile
-    barrier.complete(TILE * TILE)
+    barrier.complete(BLOCK * BLOCK)
 
 
 def store_slice(desc: Descriptor, place: list, buffer: Shared) -> None:

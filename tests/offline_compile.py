@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs TRITON_INTERPRET unset", allow_module_level=True)
@@ -41,7 +41,7 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def rows(M: int, D: int) -> tuple[Tensor, Tensor]:
     """(M, D) e4m3 and column-major scales."""
-    return meta(M, D, dtype=FP8), meta(D // TILE, M, dtype=E8M0).t()
+    return meta(M, D, dtype=FP8), meta(D // BLOCK, M, dtype=E8M0).t()
 
 
 def no_driver(device: int = 0):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titan_fp8moe import ops
 from titan_fp8moe.dispatch.symmetric.workspace import COMBINE, DISPATCH, Sizes, Workspace, capacities
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 from titan_fp8moe.rows import RowBias
 
 
@@ -33,7 +33,7 @@ def make_tokens(sizes: Sizes, ids: Tensor) -> Tokens:
     """Every e4m3 code but 0xFF, any scale, ``ids`` (T, K)."""
     (T, K), D, device = ids.shape, sizes.dim, ids.device
     q = torch.randint(0, 255, (T, D), dtype=torch.uint8, device=device).view(FP8)
-    scale = torch.randint(1, 255, (T, D // TILE), dtype=torch.uint8, device=device).view(E8M0)
+    scale = torch.randint(1, 255, (T, D // BLOCK), dtype=torch.uint8, device=device).view(E8M0)
     return Tokens(q, scale, ids, torch.rand(T, K, device=device))
 
 

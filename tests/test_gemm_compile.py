@@ -10,7 +10,7 @@ import torch
 
 from tests.offline_compile import meta, record_launches, rows
 from titan_fp8moe.kernels.gemm import grouped_mm as gemms
-from titan_fp8moe.recipe import E8M0, FP8, SCALE_BITS, TILE
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, SCALE_BITS
 
 # Those that differ: 16B's have odd numbers of K blocks or narrow tiles, and more experts than a warp has lanes. Other
 # GEMMs of 16B and 671B had the same registers, and fewer instructions or up to 1% more.
@@ -44,13 +44,13 @@ def kernels(request, monkeypatch):
 
 def forward(M, E, N, K, scales=E8M0):
     """Operands of ``grouped_mm``."""
-    b_scale = meta(E, N // TILE, K // TILE, dtype=scales)
+    b_scale = meta(E, N // BLOCK, K // BLOCK, dtype=scales)
     return *rows(M, K), meta(E, N, K, dtype=FP8), b_scale, meta(E, dtype=torch.int32)
 
 
 def wgrad(M, E, N, K):
     """Operands of ``grouped_mm_wgrad``."""
-    a, b = ((meta(n, M, dtype=FP8), meta(n // TILE, M // TILE, dtype=E8M0)) for n in (N, K))
+    a, b = ((meta(n, M, dtype=FP8), meta(n // BLOCK, M // BLOCK, dtype=E8M0)) for n in (N, K))
     return *a, *b, meta(E, dtype=torch.int32)
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.gluon_emulator import Partitions, Pointer, Value, language_of, patched
 from tests.offline_compile import record_launches
 from titan_fp8moe.kernels.gemm import forward, grouped_mm, wgrad
-from titan_fp8moe.recipe import E8M0, FP8, TILE
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 
 
 def work_tiles(module, num_ctas, ends, *problem):
@@ -35,7 +35,7 @@ KINDS = {  # blocks of 128 rows of each of E groups
 
 def ends_of(blocks):
     print(f"blocks of the groups: {blocks}")
-    return (torch.tensor(blocks).cumsum(0) * TILE).tolist()
+    return (torch.tensor(blocks).cumsum(0) * BLOCK).tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,15 +43,15 @@ def ends_of(blocks):
 @pytest.mark.parametrize("N", [128, 384, 2048])
 def test_grouped_mm_covers_every_tile_once(kind, E, N):
     K, blocks = 640, KINDS[kind](E)
-    seen = torch.zeros(sum(blocks), N // TILE, dtype=torch.int)
+    seen = torch.zeros(sum(blocks), N // BLOCK, dtype=torch.int)
     expert_of = [e for e, size in enumerate(blocks) for _ in range(size)]
     for tile in work_tiles(forward, 132, ends_of(blocks), N, K, E, 0):
         m, n, width = tile.row, tile.column, 1 + tile.is_wide
-        assert n + TILE * width <= N
-        seen[m // TILE, n // TILE : n // TILE + width] += 1
-        assert tile.expert == expert_of[m // TILE]
+        assert n + BLOCK * width <= N
+        seen[m // BLOCK, n // BLOCK : n // BLOCK + width] += 1
+        assert tile.expert == expert_of[m // BLOCK]
         assert (tile.a_row, tile.b_row, tile.first_column) == (m, tile.expert * N + n, 0)
-        assert tile.num_k_blocks == K // TILE
+        assert tile.num_k_blocks == K // BLOCK
     assert (seen == 1).all()
 
 
@@ -66,20 +66,20 @@ def test_grouped_mm_covers_every_tile_once(kind, E, N):
 @pytest.mark.parametrize("num_ctas, parts", [(132, 1), (132, 2), (7, 1)])
 def test_wgrad_covers_every_tile_once(kind, E, N, K, num_ctas, parts, transposed):
     rows = K if transposed else N
-    if rows // parts % (2 * TILE if transposed else TILE):
+    if rows // parts % (2 * BLOCK if transposed else BLOCK):
         parts = 1
     blocks = KINDS[kind](E)
     ends = ends_of(blocks)
-    seen = torch.zeros(E, N // TILE, K // TILE, dtype=torch.int)
+    seen = torch.zeros(E, N // BLOCK, K // BLOCK, dtype=torch.int)
     for tile in work_tiles(wgrad, num_ctas, ends, N, K, E, parts, transposed):
         n, k, expert, width = tile.a_row, tile.b_row, tile.expert, 1 + tile.is_wide
-        assert k + TILE * width <= K
-        seen[expert, n // TILE, k // TILE : k // TILE + width] += 1
+        assert k + BLOCK * width <= K
+        seen[expert, n // BLOCK, k // BLOCK : k // BLOCK + width] += 1
         out_row, out_column = (k, n) if transposed else (n, k)
         part, row = divmod(out_row, rows // parts)
         assert (tile.row, tile.column) == ((part * E + expert) * (rows // parts) + row, out_column)
-        assert row + (TILE * width if transposed else TILE) <= rows // parts
-        assert (tile.first_column, tile.num_k_blocks) == (ends[expert] - blocks[expert] * TILE, blocks[expert])
+        assert row + (BLOCK * width if transposed else BLOCK) <= rows // parts
+        assert (tile.first_column, tile.num_k_blocks) == (ends[expert] - blocks[expert] * BLOCK, blocks[expert])
     assert (seen == 1).all()
 
 
@@ -101,7 +101,7 @@ def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transpo
     """tests/kernels/test_grouped_mm.py has the results of both."""
     monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: True)
     a, b = (torch.empty(n, 512, dtype=FP8, device="meta") for n in (N, K))
-    a_scale, b_scale = (torch.empty(n // TILE, 4, dtype=E8M0, device="meta") for n in (N, K))
+    a_scale, b_scale = (torch.empty(n // BLOCK, 4, dtype=E8M0, device="meta") for n in (N, K))
     offsets = torch.empty(2, dtype=torch.int32, device="meta")
     (launch,) = record_launches(grouped_mm.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
     assert launch.arguments["TRANSPOSED"] == transposed

@@ -14,7 +14,7 @@ from titan_fp8moe.dispatch.symmetric import kernels
 from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capacities
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
-from titan_fp8moe.recipe import E8M0, FP8, STATE_HEADER, TILE, TRANSPOSE_MODES, num_samples, unpack_dispatch
+from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STATE_HEADER, TRANSPOSE_MODES, num_samples, unpack_dispatch
 from titan_fp8moe.spec import ExpertSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -38,8 +38,8 @@ def calls(M, D, H, E, T=12288):
         yield from expert_calls(M, D, H, E)
     offsets_E, score_M, index_M = meta(E, dtype=INT32), meta(M, dtype=FP32), meta(M, dtype=INT32)
     y, payload = meta(M, D, dtype=BF16), meta(M, 2 * D + 16, dtype=torch.uint8)
-    dispatched = meta(T, (D + 8 * TOP_K + D // TILE + 15) // 16 * 16, dtype=torch.uint8)
-    q, scale = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0)
+    dispatched = meta(T, (D + 8 * TOP_K + D // BLOCK + 15) // 16 * 16, dtype=torch.uint8)
+    q, scale = meta(T, D, dtype=FP8), meta(T, D // BLOCK, dtype=E8M0)
     map_TK, scores_TK = meta(T, TOP_K, dtype=INT32), meta(T, TOP_K, dtype=FP32)
     ids_TK, arrived = meta(T, TOP_K, dtype=torch.int64), unpack_dispatch(dispatched, D, TOP_K)
     flag = meta(16, dtype=torch.uint8)
@@ -53,8 +53,8 @@ def calls(M, D, H, E, T=12288):
             yield transpose.transpose_pair, (*x, *rows(M, 2 * H), offsets_E, mode, index_M)
         yield transpose.transpose_pair, (*rows(M, H), *rows(M, D), offsets_E, mode)
     for ranks, experts in ((1, E), (32, E), (256, 1)):
-        yield routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + TILE * E, True)
-        yield routing.expert_routing, (*arrived[2:], experts, M + TILE * experts)
+        yield routing.expert_routing, (ids_TK, scores_TK, ranks * experts, M + BLOCK * E, True)
+        yield routing.expert_routing, (*arrived[2:], experts, M + BLOCK * experts)
         yield routing.dispatch_routing, (ids_TK, ranks, experts, 77, True)
     yield routing.dispatch_routing, (map_TK, 32, E, 77, True)
     yield quantize.dequantize_rows, (*rows(M, D), offsets_E)
@@ -99,7 +99,7 @@ def expert_calls(M, D, H, E):
             steps, generation = meta(1, dtype=INT32), meta(2, dtype=INT32)
             yield quantize.refresh_weight, (weights, q, q_t, scale, state, steps, False, generation)
             yield quantize.refresh_weight, (weights, q, None, scale, state, None, False, None)
-    quantized = (meta(E, H, D, dtype=FP8), meta(E, H // TILE, D // TILE, dtype=E8M0)) * 2
+    quantized = (meta(E, H, D, dtype=FP8), meta(E, H // BLOCK, D // BLOCK, dtype=E8M0)) * 2
     for plain, transposed in ((True, False), (False, True), (True, True)):
         yield quantize.join_weight, (*quantized, plain, transposed)
     b2, rows_of_dy = meta(E, D, dtype=BF16), rows(M, D)
@@ -135,7 +135,7 @@ def symmetric_calls(N, D, E, T):
     sizes = Sizes(N, T, D, TOP_K, E)
     at = Workspace(sizes, N - 1, [meta(sizes.nbytes, dtype=torch.uint8)] * N, lambda: 60.0)
     M, C = capacities(T, TOP_K, N, E, 1.5)
-    q, scale, ids_TK = meta(T, D, dtype=FP8), meta(T, D // TILE, dtype=E8M0), meta(T, TOP_K, dtype=torch.int64)
+    q, scale, ids_TK = meta(T, D, dtype=FP8), meta(T, D // BLOCK, dtype=E8M0), meta(T, TOP_K, dtype=torch.int64)
     sent = meta(sizes.sent, dtype=INT32), meta(N, 3 + E, dtype=INT32), M, C
     plan, token_C, row_CK = meta(2, N + 1, dtype=INT32), meta(C, dtype=INT32), meta(C, TOP_K, dtype=INT32)
     token_M, offsets_E = meta(M, dtype=INT32), meta(E, dtype=INT32)
@@ -200,7 +200,7 @@ def test_grids_of_the_most_rows():
         launches = [launch for f, args in calls(M, *MODELS["16B"][1:], T=M) for launch in record_launches(f, *args)]
         return max(n for launch in launches for n in launch.grid[1:])
 
-    assert largest(MAX_ROWS) <= 65535 < largest(MAX_ROWS + TILE)
+    assert largest(MAX_ROWS) <= 65535 < largest(MAX_ROWS + BLOCK)
 
 
 @pytest.mark.parametrize("model", MODELS)

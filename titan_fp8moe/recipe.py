@@ -52,7 +52,6 @@ SCALE_TILE = 128  # values of a row that share a scale; D and H are padded to mu
 BLOCK = 128  # rows and columns of a weight, or of a transpose, that share a scale
 ROW_ALIGN = 128  # a group of rows in expert order is padded to a multiple of it, so that a tile has one expert
 GEMM_TILE = 128  # rows, columns and contraction dim of the tiles of a GEMM, which reads one scale for each of them
-TILE = SCALE_TILE
 STEP = 16  # D and H are multiples of it on every rank: TMA needs rows of 16 bytes
 FP8_NAN = 0x7F
 MIN_EXPONENT = -126  # byte 1: bytes 0 (2**-127, an fp32 subnormal) and 255 (NaN) are never written

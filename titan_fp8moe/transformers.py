@@ -33,7 +33,7 @@ from titan_fp8moe.layer.operands import Layouts, add_cache, own_cache, tensor_ke
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import Biases, ExpertWeights, are_frozen
 from titan_fp8moe.ops import Fp8Weight, block_scales
-from titan_fp8moe.recipe import FP8, STEP, TILE, exp2, exponent
+from titan_fp8moe.recipe import BLOCK, FP8, STEP, exp2, exponent
 from titan_fp8moe.spec import ExpertSpec
 from titan_fp8moe.trainer import compat, preflight
 from titan_fp8moe.versions import warn_about_versions
@@ -282,8 +282,8 @@ def _why_not(experts: Any) -> str | None:
         return f"its FP8 weights were cast to {dtype} without their scales; load it again, and cast no stored experts"
     if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
-    if dtype == FP8 and tuple(experts.block_size or ()) != (TILE, TILE):
-        return f"its FP8 weights have scales per block {experts.block_size}, not per {TILE}x{TILE}"
+    if dtype == FP8 and tuple(experts.block_size or ()) != (BLOCK, BLOCK):
+        return f"its FP8 weights have scales per block {experts.block_size}, not per {BLOCK}x{BLOCK}"
     if dtype == FP8 and (experts.is_transposed or experts.has_bias or not experts.is_concatenated):
         return "its FP8 weights are transposed, interleaved or beside biases; load them dequantized"
     if getattr(experts, "has_post_expert_norm", False):  # since 5.23
@@ -294,8 +294,8 @@ def _why_not(experts: Any) -> str | None:
     if len(shape := _down_shape(experts)) != 3:
         return f"its down_proj has the shape {tuple(shape)}; ask before FSDP1 or another wrapper flattens parameters"
     D, H = _dims(experts)
-    if dtype == FP8 and (D % TILE or H % TILE):
-        return f"its FP8 weights have dims {D} and {H} that are not both multiples of {TILE}; load them dequantized"
+    if dtype == FP8 and (D % BLOCK or H % BLOCK):
+        return f"its FP8 weights have dims {D} and {H} that are not both multiples of {BLOCK}; load them dequantized"
     if D % STEP or H % STEP:
         return f"its dims {D} and {H} are not both multiples of {STEP}"
     return None

@@ -23,7 +23,7 @@ from titan_fp8moe import recipe
 from titan_fp8moe.kernels import permute, quantize, swiglu, transpose
 from titan_fp8moe.kernels.routing import dispatch_routing, expert_routing
 from titan_fp8moe.ops import pack_combine, pack_dispatch, unpack_dispatch
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK
 from titan_fp8moe.spec import ExpertSpec
 
 BF16 = torch.bfloat16
@@ -111,7 +111,7 @@ def dispatched(layer: Layer, routing: Routing) -> tuple[Tensor, Tensor]:
     D, (T, top_k) = layer.D, routing.row_TK.shape
     q, scale = quantize.quantize_rows(randn(T, D))
     if layer.ranks > 1:
-        payload = torch.empty(T, D + 8 * top_k + D // TILE + 16, device="cuda", dtype=torch.uint8)
+        payload = torch.empty(T, D + 8 * top_k + D // BLOCK + 16, device="cuda", dtype=torch.uint8)
         payload = payload[:, : payload.shape[1] // 16 * 16].contiguous()
         views = unpack_dispatch(payload, D, top_k)
         views[0].copy_(q)
@@ -153,7 +153,7 @@ def transpose_cases(layer: Layer, routing: Routing) -> Iterator[Case]:
     """Cases with x in expert order, and with x in the order of dispatched tokens."""
     x, dy = expert_rows(routing, layer.D), expert_rows(routing, 2 * layer.H)
     tokens, offsets_E = dispatched(layer, routing), routing.offsets_E
-    scales = (layer.D + 2 * layer.H) // TILE * routing.rows // TILE
+    scales = (layer.D + 2 * layer.H) // BLOCK * routing.rows // BLOCK
     written = live(routing, x[0], dy[0]) + scales
     gathered = size(*tokens) + live(routing, *dy, routing.token_M) + written
     for mode in ("balanced", "scaling_aware"):

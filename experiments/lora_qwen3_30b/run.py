@@ -30,7 +30,7 @@ from experiments.timing import elapsed_ms
 from experiments.transformers.run import MODELS, Setting
 from titan_fp8moe import Fp8FlowMoEConfig, Fp8Weight, offload_experts, patches
 from titan_fp8moe.layer.host import NUM_BUFFERS, pinned_like
-from titan_fp8moe.recipe import FP8, TILE, exp2, exponent
+from titan_fp8moe.recipe import BLOCK, FP8, exp2, exponent
 from titan_fp8moe.transformers import NAME, converted, register
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -51,7 +51,7 @@ def make_model(dims: dict[str, Any], variant: str, seed: int, in_host: bool) -> 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if variant == OURS:
-        replace_with_fp8_linear(model, NOT_EXPERTS, FineGrainedFP8Config(weight_block_size=(TILE, TILE)))
+        replace_with_fp8_linear(model, NOT_EXPERTS, FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK)))
     torch.manual_seed(seed)
     draw(model, config.initializer_range, in_host)
     with torch.device(DEVICE):

@@ -20,7 +20,7 @@ DATA = {"normal": 0, "opposed token scales": 3}  # x times 2^n and dy times 2^-n
 
 
 def fp32_scales(x: Tensor) -> Tensor:
-    tiles = x.unflatten(1, (-1, recipe.TILE))
+    tiles = x.unflatten(1, (-1, recipe.SCALE_TILE))
     scale = tiles.abs().amax(2, keepdim=True) / 448
     return ((tiles / scale).to(recipe.FP8).float() * scale).flatten(1)
 

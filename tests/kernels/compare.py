@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import recipe
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK
 
 
 def bits(x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def randint(generator: torch.Generator, low: int, high: int, *shape: int) -> Ten
 
 def column_major_scale(generator: torch.Generator, M: int, D: int, low: int = 1, high: int = 255) -> Tensor:
     """(M, D // 128) random e8m0 scales with bytes in low..high - 1, in the expert-order layout."""
-    byte = randint(generator, low, high, M, D // TILE)
+    byte = randint(generator, low, high, M, D // BLOCK)
     return recipe.column_major(byte.to(torch.uint8).view(recipe.E8M0))
 
 

@@ -14,7 +14,7 @@ from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
 from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
-from titan_fp8moe.recipe import TILE
+from titan_fp8moe.recipe import BLOCK
 
 # Hopper sums the products of 128 values with about 14 bits. For bf16 the error counts twice, see assert_close.
 TOLERANCE = {torch.bfloat16: 4e-4, torch.float32: 2e-4}
@@ -49,7 +49,7 @@ def assert_close(out, ref):
     A sum z that is rounded to the result's dtype is at most as far from it as the rounded reference: the result's error
     is that of rounding the reference and twice that of z.
     """
-    blocks = (ref.numel() // (TILE * ref.shape[-1]), TILE, ref.shape[-1] // TILE, TILE)
+    blocks = (ref.numel() // (BLOCK * ref.shape[-1]), BLOCK, ref.shape[-1] // BLOCK, BLOCK)
     rounding = ref.to(out.dtype).double() - ref
     for dims, factor in (((0, 1, 2, 3), 1), ((1, 3), 2)):
         error, rounded, size = (
@@ -161,8 +161,8 @@ def make_wgrad_operands(generator, M, N, K, magnitude=1.0):
     """
 
     def make(columns):
-        row_blocks, column_blocks = (2.0 ** (2 * randn(generator, n // TILE)) for n in (M, columns))
-        magnitudes = (row_blocks[:, None] * column_blocks).repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)
+        row_blocks, column_blocks = (2.0 ** (2 * randn(generator, n // BLOCK)) for n in (M, columns))
+        magnitudes = (row_blocks[:, None] * column_blocks).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return randn(generator, M, columns) * magnitudes
 
     (x, x_scale), (dy, dy_scale) = recipe.quantize_rows(make(K)), recipe.quantize_rows(make(N) * magnitude)
@@ -178,7 +178,7 @@ def wgrad_reference(aT, aT_scale, bT, bT_scale, offsets_E):
 def check_wgrad(kernels, operands, offsets_E, dtype):
     out = kernels.grouped_mm_wgrad(*operands, offsets_E, dtype)
     end = int(offsets_E[-1])
-    used = [x[:, : end if x.dtype == recipe.FP8 else end // TILE] for x in operands]
+    used = [x[:, : end if x.dtype == recipe.FP8 else end // BLOCK] for x in operands]
     assert out.dtype == dtype and out.shape == (offsets_E.shape[0], operands[0].shape[0], operands[2].shape[0])
     ref = wgrad_reference(*used, offsets_E) if end else torch.zeros_like(out, dtype=torch.float64)
     assert_close(out, ref)
@@ -270,8 +270,8 @@ LAYERS = [  # model, M, E, D, H
 
 def uneven_groups(M, E, device):
     """Group ends for groups of 0.7 to 1.3 times the average, in multiples of 128; about M rows."""
-    size = torch.linspace(0.7, 1.3, E) * (M / E / TILE)
-    return (size.round().long() * TILE).cumsum(0).clamp(max=M).to(torch.int32).to(device)
+    size = torch.linspace(0.7, 1.3, E) * (M / E / BLOCK)
+    return (size.round().long() * BLOCK).cumsum(0).clamp(max=M).to(torch.int32).to(device)
 
 
 @pytest.mark.gpu
@@ -321,7 +321,7 @@ def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, devi
         kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
         dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384)
         for part in (slice(0, 3), slice(3, 6)):
-            rows = slice(part.start * TILE, part.stop * TILE)
+            rows = slice(part.start * BLOCK, part.stop * BLOCK)
             kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
         counts.append([variants(kernel) for kernel in compiled])
     assert all(count == counts[0] for count in counts) and all(counts[0]), counts

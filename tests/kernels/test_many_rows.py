@@ -11,11 +11,11 @@ from tests.kernels.compare import assert_same_bits, column_major_scale, fp8_rows
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import ops, recipe
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
-from titan_fp8moe.recipe import E8M0, TILE, TRANSPOSE_MODES
+from titan_fp8moe.recipe import BLOCK, E8M0, TRANSPOSE_MODES
 from titan_fp8moe.spec import ExpertSpec
 
 M, D = 2**20, 2176
-LAST = slice(-TILE, None)
+LAST = slice(-BLOCK, None)
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def ending_in(rows: torch.Tensor, num_rows: int = M) -> torch.Tensor:
 
 def expert_rows(generator, width):
     """Rows and column-major scales, of which only the last ones are set, and those."""
-    q, scale = fp8_rows(generator, TILE, width), column_major_scale(generator, TILE, width, 60, 200)
-    far_scale = torch.empty(width // TILE, M, dtype=torch.uint8, device=q.device).t()
+    q, scale = fp8_rows(generator, BLOCK, width), column_major_scale(generator, BLOCK, width, 60, 200)
+    far_scale = torch.empty(width // BLOCK, M, dtype=torch.uint8, device=q.device).t()
     far_scale[LAST] = scale.view(torch.uint8)
     return (ending_in(q), far_scale.view(E8M0)), (q, scale)
 
@@ -73,7 +73,7 @@ def test_quantize_rows(interpreted_axes, generator):
 
 
 def test_quantize_weight(interpreted_axes, generator):
-    block = randn(generator, 1, TILE, TILE).bfloat16()
+    block = randn(generator, 1, BLOCK, BLOCK).bfloat16()
     w = torch.empty(256, 4096, D, dtype=torch.bfloat16, device=block.device)
     w[-1:, LAST, LAST] = block
     want, want_scale = recipe.quantize_weight(block)
@@ -84,7 +84,7 @@ def test_quantize_weight(interpreted_axes, generator):
 
 def test_swiglu(interpreted_axes, generator, device):
     H, spec = 1152, ExpertSpec()
-    rows, score = randn(generator, TILE, 2 * H).bfloat16(), randn(generator, TILE).sigmoid()
+    rows, score = randn(generator, BLOCK, 2 * H).bfloat16(), randn(generator, BLOCK).sigmoid()
     h = ending_in(rows)
     q, scale, h_q, h_scale = swiglu.swiglu_quantize(h, ending_in(score), all_rows(device), spec, True)
     for (got, got_scale), (want, want_scale) in (
@@ -95,7 +95,7 @@ def test_swiglu(interpreted_axes, generator, device):
         got, want = (recipe.dequantize(x[LAST, LAST], want_scale[:, -1:]) for x in (got, want))
         torch.testing.assert_close(got, want, rtol=0.13, atol=1e-2)
 
-    d = randn(generator, TILE, H).bfloat16()
+    d = randn(generator, BLOCK, H).bfloat16()
     args = (ending_in(d), h, None, ending_in(score), all_rows(device), spec, True)
     got = swiglu.swiglu_quantize_backward(*args)
     want = recipe.swiglu_quantize_backward(d, rows, score, spec)
@@ -108,15 +108,15 @@ def test_swiglu(interpreted_axes, generator, device):
 @pytest.mark.parametrize("mode", TRANSPOSE_MODES)
 @pytest.mark.parametrize("of_tokens", [False, True])
 def test_transpose_pair(interpreted_axes, generator, device, mode, of_tokens):
-    interpreted_axes[1] = [D // TILE - 1, -1]
-    (x, last_x), (dy, last_dy) = expert_rows(generator, D), expert_rows(generator, TILE)
+    interpreted_axes[1] = [D // BLOCK - 1, -1]
+    (x, last_x), (dy, last_dy) = expert_rows(generator, D), expert_rows(generator, BLOCK)
     maps, order = (), ()
     if of_tokens:
-        order = (torch.randperm(TILE, generator=generator, device=device).int(),)
+        order = (torch.randperm(BLOCK, generator=generator, device=device).int(),)
         token_M = torch.full((M,), -1, dtype=torch.int32, device=device)
-        token_M[LAST] = M - TILE + order[0]
+        token_M[LAST] = M - BLOCK + order[0]
         # Scales as far apart as those of a payload.
-        far_scale = torch.empty(M, D, dtype=torch.uint8, device=device)[:, : D // TILE]
+        far_scale = torch.empty(M, D, dtype=torch.uint8, device=device)[:, : D // BLOCK]
         far_scale[LAST] = last_x[1].view(torch.uint8)
         x, maps = (x[0], far_scale.view(E8M0)), (token_M,)
     got = transpose.transpose_pair(*x, *dy, all_rows(device), mode, *maps)
@@ -128,15 +128,15 @@ def test_transpose_pair(interpreted_axes, generator, device, mode, of_tokens):
 
 def test_permute_rows(interpreted_axes, generator, device):
     blocks = -(-D // permute.COLUMNS)
-    interpreted_axes[0] = [M // TILE, *range(-2 * blocks, 0)]  # the last of scales and padding, and of values
+    interpreted_axes[0] = [M // BLOCK, *range(-2 * blocks, 0)]  # the last of scales and padding, and of values
     tokens = 2 * permute.TOKENS
     q, scale = fp8_rows(generator, tokens, D), column_major_scale(generator, tokens, D).contiguous()
     row_TK = torch.full((M, 1), -1, dtype=torch.int32, device=device)
     row_TK[-tokens:, 0] = torch.arange(M, M + tokens, device=device)
-    token_M = torch.full((M + TILE,), -1, dtype=torch.int32, device=device)
+    token_M = torch.full((M + BLOCK,), -1, dtype=torch.int32, device=device)
     token_M[M : M + tokens] = torch.arange(M - tokens, M, device=device)
-    got = permute.permute_rows(ending_in(q), ending_in(scale), row_TK, token_M, all_rows(device) + TILE)
-    token = torch.full((TILE,), -1, dtype=torch.int32, device=device)
+    got = permute.permute_rows(ending_in(q), ending_in(scale), row_TK, token_M, all_rows(device) + BLOCK)
+    token = torch.full((BLOCK,), -1, dtype=torch.int32, device=device)
     token[:tokens] = torch.arange(tokens, device=device)
     assert_same_bits([t[LAST] for t in got], recipe.permute_rows(q, scale, token))
 
@@ -173,9 +173,9 @@ def test_strided_choices(interpreted_axes, generator, device):
 def test_payloads(interpreted_axes, generator, device):
     index = torch.arange(M, dtype=torch.int32, device=device)
     sent_TK, score = index.unsqueeze(1), randn(generator, M, 1)
-    q, scale = fp8_rows(generator, TILE, D), column_major_scale(generator, TILE, D).contiguous()
-    tails, values = M // permute.PACK_ROWS, TILE // permute.TOKENS * -(-D // permute.COLUMNS)
-    interpreted_axes[0] = [*range(tails - TILE // permute.PACK_ROWS, tails), *range(-values, 0)]
+    q, scale = fp8_rows(generator, BLOCK, D), column_major_scale(generator, BLOCK, D).contiguous()
+    tails, values = M // permute.PACK_ROWS, BLOCK // permute.TOKENS * -(-D // permute.COLUMNS)
+    interpreted_axes[0] = [*range(tails - BLOCK // permute.PACK_ROWS, tails), *range(-values, 0)]
     payload = permute.pack_dispatch(ending_in(q), ending_in(scale), index, sent_TK, sent_TK, score, 2 * M)
     got = [t[LAST].contiguous() for t in ops.unpack_dispatch(payload, D, 1)]
     assert_same_bits(got, (q, scale, sent_TK[LAST], score[LAST]))
@@ -183,7 +183,7 @@ def test_payloads(interpreted_axes, generator, device):
 
     blocks = -(-D // permute.SUM_COLUMNS)
     interpreted_axes[0] = range(-4 * blocks, 0)
-    y, ds = randn(generator, TILE, D).bfloat16(), randn(generator, M)
+    y, ds = randn(generator, BLOCK, D).bfloat16(), randn(generator, M)
     payload = permute.pack_combine(ending_in(y), ds, sent_TK)
     rows, ds_C1 = ops.unpack_combine(payload, D, 1)
     assert_same_bits(rows[-4:].contiguous(), y[-4:])
