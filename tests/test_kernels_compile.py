@@ -15,6 +15,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import Sizes, Workspace, capaciti
 from titan_fp8moe.kernels import permute, quantize, routing, swiglu, transpose
 from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STATE_HEADER, TRANSPOSE_MODES, num_samples, unpack_dispatch
+from titan_fp8moe.rows import RowBias
 from titan_fp8moe.spec import ExpertSpec
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -148,7 +149,7 @@ def symmetric_calls(N, D, E, T):
     for keep in (True, False):
         yield kernels.pull_rows, (at, plan, token_C, row_CK, token_M, offsets_E, keep)
     y, score_M, pair_CK = meta(M, D, dtype=BF16), meta(M, dtype=FP32), meta(C, TOP_K, dtype=torch.uint8)
-    bias = meta(E, D, dtype=BF16), score_M, offsets_E
+    bias = RowBias(meta(E, D, dtype=BF16), score_M, offsets_E)
     for ds, given in ((None, None), (score_M, None), (None, bias)):
         yield kernels.push_sums, (at, plan, y, ds, row_CK, pair_CK, given)
 
