@@ -1,9 +1,13 @@
 """The corrections to PyTorch raise when a private interface is gone."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.layer import refused
@@ -17,6 +21,25 @@ def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch):
         patched.delattr(FSDPParamGroup, "wait_for_unshard")
         with refused("FSDPParamGroup.wait_for_unshard, which", "does not exist here; install", error=RuntimeError):
             compat.fix_selective_checkpointing()
+
+
+def test_selective_checkpointing_sees_no_range_of_the_profiler():
+    """A recomputation may have others."""
+    asked = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("range"):
+            return x.sin()
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append(str(op))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    with undone():
+        compat.fix_selective_checkpointing()
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=contexts)
+    assert "aten.sin.default" in asked and "profiler" not in "".join(asked)
 
 
 def test_a_compiled_checkpoint_keeps_its_inputs_only():

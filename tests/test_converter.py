@@ -29,7 +29,7 @@ from tests.test_doctor import gpu  # noqa: F401  a fixture
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.torchao import is_moe
-from titan_fp8moe.torchtitan import converter, parallel
+from titan_fp8moe.torchtitan import converter, meta, parallel
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.experts import Fp8FFN
@@ -218,3 +218,8 @@ def test_nothing_is_changed_where_nothing_is_converted():
         before = patches.listed()
         convert(config, model)
         assert patches.listed() == before
+
+
+@pytest.mark.parametrize("dims, autocast", [(dict(), True), (dict(dp_shard=2), False), (dict(tp=2), False)])
+def test_one_gpu_trains_under_autocast(dims, autocast):
+    assert meta.tokens_of(make_config(), make_dims(**dims)).autocast == autocast

@@ -25,6 +25,12 @@ def test_state_dicts_of_the_other_kind_are_refused():
         module.load_state_dict(before)
 
 
+def test_settings_without_effect_on_stored_experts_are_refused():
+    weights = (Fp8Weight.quantize(torch.zeros(2, 128, 128, device=DEVICE)) for _ in range(3))
+    with refused("wgrad has no effect on experts stored in FP8"):
+        RoutedExperts.from_fp8(*weights, config=Fp8FlowMoEConfig(wgrad="bf16"))
+
+
 def test_deepseeks_blocks():
     """Scales are taken as they are, or rounded with the values. Their dtype decides: numbers in fp32 and bf16,
     exponents in e8m0 and uint8."""

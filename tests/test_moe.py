@@ -47,7 +47,7 @@ def test_weight_gradients_depend_on_the_order(seed):
 
 @pytest.mark.parametrize("wrong", [E, -2, 2**31 - 1, 2**40])
 @pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
-def test_ids_that_are_no_experts_are_refused(wrong):
+def test_ids_that_are_no_experts_are_refused(wrong, group):
     """By what the public can call. -1 is none, and ``apply_layer`` takes all others for -1, too."""
     x, scores, chosen, weights = make_layer()
     module = RoutedExperts(E, D, H)
@@ -60,6 +60,7 @@ def test_ids_that_are_no_experts_are_refused(wrong):
         lambda: routed_experts(x, *weights, chosen, scores),
         lambda: compiled(x, *weights, chosen, scores),
         lambda: module(x, chosen, scores),
+        lambda: routed_experts(x, *weights, chosen, scores, ep_group=group),
     ):
         with pytest.raises(ValueError, match=rf"topk_ids has \[{wrong}\]"):
             call()

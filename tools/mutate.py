@@ -31,8 +31,8 @@ TESTS = {
     "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py", "test_gemm_compile.py"],
     "kernels/launch": ["test_launch.py", "kernels/test_kernel_check.py"],
     "kernels/permute": ["kernels/test_permute.py"],
-    "kernels/quantize": ["kernels/test_quantize.py"],
-    "kernels/routing": ["kernels/test_permute.py"],
+    "kernels/quantize": ["kernels/test_quantize.py", "kernels/test_swiglu.py"],
+    "kernels/routing": ["kernels/test_permute.py", "kernels/test_swiglu.py"],
     "dispatch/symmetric/kernels": ["kernels/test_exchange.py", "test_kernels_compile.py"],
     "dispatch/symmetric/": [
         *("test_workspace.py", "kernels/test_exchange.py", "test_overlap.py", "test_ops.py", "test_checks.py"),
