@@ -81,6 +81,7 @@ TESTS = {
     "dispatch/": ["test_moe.py", "test_overlap.py", "test_warm_up.py", "distributed/test_layers.py"],
     "layer/checks": ["test_refusals.py", *CORE, "test_fp8_weights.py"],
     "layer/group": [*CORE, "test_statistics.py"],
+    "layer/run": [*CORE, "test_refusals.py"],
     "layer/weights": CORE,
     "layer/experts": ["test_any_layer.py", "test_costs.py", "test_public_api.py", "test_overlap.py"],
     "nn/grouped": ["test_grouped.py", "test_refusals.py"],
