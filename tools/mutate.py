@@ -88,7 +88,7 @@ TESTS = {
     "nn/routing_replay": ["test_routing_replay.py"],
     "nn/parallel": ["test_parallel.py", "distributed/test_parallel.py"],
     "nn/linear": ["test_dense.py", "test_dtensors.py"],
-    "nn/modules": ["test_public_api.py", "test_dense.py", "test_fp8_weights.py"],
+    "nn/modules": ["test_public_api.py", "test_dense.py", "test_fp8_weights.py", "test_cache.py"],
     "ops/backend": ["test_ops.py", "test_moe.py", "test_graphs.py"],
     "ops/self_check": ["test_doctor.py"],
     "spec": ["test_refusals.py", *CORE],
