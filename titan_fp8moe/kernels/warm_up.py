@@ -46,7 +46,7 @@ _LAYERS = "titan_fp8moe.layer.experts", "titan_fp8moe.nn.grouped_mm"
 _PROGRAM = """
 import sys, types, torch
 
-# Kernels need neither the layers nor Dynamo, which take longer to import than torch. A message names what it needs.
+# Kernels need neither the layers nor Dynamo, which take as long to import as torch. A message names what it needs.
 sys.modules["titan_fp8moe"] = package = types.ModuleType("titan_fp8moe")
 package.__path__ = sys.argv[1:]
 torch.compiler.disable = torch.compiler.assume_constant_result = lambda f=None, **_: f or (lambda f: f)
