@@ -27,6 +27,7 @@ from tests.processes import call
 from tests.specs import SETTINGS
 from titan_fp8moe import SharedExperts, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.modules import Fp8FlowFeedForward
 from titan_fp8moe.trainer import memory, preflight
@@ -163,6 +164,15 @@ def routed(
     ids, scores = torch.empty(T, top_k, dtype=torch.int64), torch.empty(T, top_k, dtype=torch.float32)
     forward = functools.partial(routed_experts, x, *weights, ids, scores.requires_grad_(), config=config, **options)
     return forward, torch.empty(T, D)
+
+
+@pytest.mark.parametrize("recompute", ["activation", "experts"])
+def test_what_is_held_beside_all_weight_gradients(recompute: str):
+    """Operands of the last product and of GEMM 1's input gradient: where weights are large, their gradients decide."""
+    T, D, H, E, top_k = 2048, 512, 256, 64, 2
+    _, peak = allocations(lambda: routed(Fp8FlowMoEConfig(recompute=recompute), T, D, H, E, top_k))
+    rows, gradients, dx = row_capacity(T * top_k, E), E * 3 * H * D * 2, T * D * 2
+    assert peak == pytest.approx(gradients + dx + rows * (D + 3 * H), rel=0.02)
 
 
 @pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 176)])

@@ -22,18 +22,21 @@ class LocalDispatch(Dispatch):
     travels: ClassVar = False
 
     state: State = State()
+    pairs: Pairs | None = None  # in a forward
+    check_ids: bool
     bias: RowBias | None = None
-
-    def __init__(self, pairs: Pairs | None, check_ids: bool, routing: Routing | None):
-        self.pairs, self.check_ids, self.routing = pairs, check_ids, cast(Routing, routing)
 
     @classmethod
     def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "LocalDispatch":
-        return cls(pairs, check_ids, None)
+        self = cls()
+        self.pairs, self.check_ids = pairs, check_ids
+        return self
 
     @classmethod
     def resume(cls, state: State, routing: Routing, route: Route, dim: int) -> "LocalDispatch":
-        return cls(None, False, routing)
+        self = cls()
+        self.routing = routing
+        return self
 
     def send(self, rows: Rows) -> Pending:
         return Pending(*rows)

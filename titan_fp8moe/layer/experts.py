@@ -13,7 +13,7 @@ And FSDP frees and refills the weights around the module that owns them, so all 
 **How PyTorch sees it.** Autograd sees :class:`ExpertsFunction`. FSDP sees the module's call; the parameters are saved,
 never a quantized copy. Per-op checkpointing sees the forward's op (:data:`SAVED_OPS`), keeps its results, and so
 repeats no transfer and no GEMM. A compiled graph holds all three ops, unless the dispatch syncs with the host. The
-backward is two, because a graph frees h behind the first, before weight gradients are made.
+backward is two, because a graph frees h, dy and a behind the first, before weight gradients are made.
 
 **What is saved** (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from titan_fp8moe import dispatch, ops
 from titan_fp8moe.dispatch import BACKENDS, Pairs
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Returned
-from titan_fp8moe.layer import group
+from titan_fp8moe.layer import group, statistics
 from titan_fp8moe.layer.ffn import FFN, WeightGrads
 from titan_fp8moe.layer.lora import NO_LORA, Lora, lora_operands
 from titan_fp8moe.layer.operands import WeightCache, WeightOperands, aliases, copies_for, pack_weights
@@ -167,6 +167,11 @@ def _routed_experts_hidden_gradients(
             dy = tokens.receive(pending)
             del pending
             routed = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
+        del dy, w2_t, hidden  # an h that was computed again is freed
+        if statistics.collecting() and spec.backward.weights == "trained":
+            x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
+            ffn.record(x, routed, operands)
+        routed = ffn.for_dw2(routed)
     return pack(halfway_flags(spec, needs_dx, needs_dbias), (routed, shared))
 
 
@@ -194,7 +199,7 @@ def _routed_experts_gradients(
     needed = Inputs.of(needs, spec.expert.biased)
     of_forward: Saved = unpack(saved_flags(spec, hidden=False), iter(saved))
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
-    routed, routing, addend = routed._replace(a=of_forward.a or routed.a), of_forward.routing, shared and shared.dx
+    routed, routing, addend = routed._replace(a=routed.a or of_forward.a), of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
     with_dx = tokens.returns_gradients(needed.x)
     ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)

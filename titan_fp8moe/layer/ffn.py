@@ -11,7 +11,8 @@ ranks: :mod:`titan_fp8moe.layer.experts` and :mod:`titan_fp8moe.layer.group` cal
 
     h = ffn.product(x, w13)                        hidden = ffn.hidden(x, w13), unless it was saved
     a, hidden = ffn.activate(h)                    grads = ffn.hidden_gradients(dy, hidden, a, w2_t)
-    y = ffn.product(a, w2)                         dx = ffn.product(grads.dh, w13_t)
+    y = ffn.product(a, w2)                         grads = ffn.for_dw2(grads)
+                                                   dx = ffn.product(grads.dh, w13_t)
                                                    dw = ffn.weight_grads(x, grads, operands, needed)
 
 The steps are calls of their own for two reasons. Steps that need no row in flight run while tokens travel. And the
@@ -46,15 +47,17 @@ class HiddenGradients(NamedTuple):
     """Tensors that the first half of a backward leaves to the second, such as operands of weight gradients.
 
     Attributes:
-        dy: (M, D), the gradient of the output; dh: (M, 2H), of GEMM 1's output; rows in expert order.
-        a: (M, H), GEMM 2's operand; None where weights are frozen. It does not cross an op if the forward has saved it.
+        dh: (M, 2H), the gradient of GEMM 1's output, rows in expert order.
+        dy, a: (M, D), the gradient of the output, and (M, H), GEMM 2's operand, rows in expert order; or their
+            transposes, with :attr:`FFN.transposes_early`. None where weights are frozen. ``a`` does not cross an op if
+            the forward has saved it.
         ds_M: (M,) fp32, of the rows' scores, if they have any.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
         dx: (M, D) bf16, the input's gradient of shared experts, or None.
     """
 
-    dy: Rows
     dh: Rows
+    dy: Rows | None = None
     a: Rows | None = None
     ds_M: Tensor | None = None
     dbias: Tensor | None = None
@@ -140,7 +143,22 @@ class FFN(NamedTuple):
             d_MH, *hidden, score_M, offsets_E, self.expert, recompute_a, *biases
         )
         a, ds_M = Rows(a_q, a_scale) if recompute_a else a, None if score_M is None else ds_M
-        return HiddenGradients(dy, Rows(dh, dh_scale), a, ds_M, dbias[0] if dbias else None)
+        return HiddenGradients(Rows(dh, dh_scale), dy, a, ds_M, dbias[0] if dbias else None)
+
+    @property
+    def transposes_early(self) -> bool:
+        """Whether :meth:`for_dw2` transposes. Adapters read the rows, and the forward may have saved those of a."""
+        recompute, _, mode, weights = self.backward
+        return weights == "trained" and mode != "bf16" and recompute != "none" and self.lora is NO_LORA
+
+    def for_dw2(self, grads: HiddenGradients) -> HiddenGradients:
+        """``grads`` with dy and a as w2's gradient reads them: transposed in the first half of a backward, so that the
+        rows are freed before all weight gradients are there."""
+        if not self.transposes_early:
+            return grads
+        dy, a = cast(Rows, grads.dy), cast(Rows, grads.a)
+        a_t, a_t_scale, *dy_t = ops.transpose_pair(*a, *dy, self.routing.offsets_E, self.backward.wgrad)
+        return grads._replace(dy=Rows(*dy_t), a=Rows(a_t, a_t_scale))
 
     def weight_grads(
         self, x: Rows, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
@@ -160,9 +178,8 @@ class FFN(NamedTuple):
             gate_up = (like.w1,) if like.w3 is None else (like.w1, like.w3)
             dw13 = weight_grads(grads.dh, rows, token_M, offsets_E, mode, gate_up, len(operands.groups[0]))
         if needed.w2:
-            dw2 = weight_grads(grads.dy, cast(Rows, grads.a), None, offsets_E, mode, (like.w2,))
-        if statistics.collecting():
-            self._record(x, grads, operands)
+            dy, a = cast(Rows, grads.dy), cast(Rows, grads.a)
+            dw2 = weight_grads(dy, a, None, offsets_E, mode, (like.w2,), transposed=self.transposes_early)
         return WeightGrads(dw13, dw2)
 
     def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, tuple[Tensor, Tensor]]:
@@ -171,7 +188,7 @@ class FFN(NamedTuple):
         if w13 is not None:
             result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
         if w2 is not None:
-            result |= w2.grads(cast(Rows, grads.a), grads.dy, offsets_E)
+            result |= w2.grads(cast(Rows, grads.a), cast(Rows, grads.dy), offsets_E)
         return result
 
     def in_expert_order(self, x: Rows) -> Rows:
@@ -180,20 +197,28 @@ class FFN(NamedTuple):
         T = self.routing.row_TK.shape[0]  # where shared experts read the same rows, others pad their group
         return in_expert_order(Rows(x.q[:T], x.scale[:T]), self.routing)
 
-    def _record(self, x: Rows, grads: HiddenGradients, operands: WeightOperands) -> None:
+    def record(self, x: Rows, grads: HiddenGradients, operands: WeightOperands) -> None:
+        """Counts operands for :mod:`titan_fp8moe.layer.statistics`. Arguments as of :meth:`weight_grads`, rows all."""
         _, D, H = operands.like.w2.shape
         columns = self.expert.rows_per_unit * H
         parts = 1 if self.expert.interleaved else self.expert.rows_per_unit
         pairs = [
             (("x", self.in_expert_order(x), 1, D), ("dh", grads.dh, parts, columns // parts)),
-            (("a", cast(Rows, grads.a), 1, H), ("dy", grads.dy, 1, D)),
+            (("a", cast(Rows, grads.a), 1, H), ("dy", cast(Rows, grads.dy), 1, D)),
         ]
         offsets_E, token_M = self.routing.offsets_E, self.routing.token_M
         statistics.record(pairs, operands.groups, offsets_E, token_M, self.backward.wgrad)
 
 
 def weight_grads(
-    dy: Rows, x: Rows, token_M: Tensor | None, offsets_E: Tensor, mode: str, weights: Sequence[Tensor], parts: int = 1
+    dy: Rows,
+    x: Rows,
+    token_M: Tensor | None,
+    offsets_E: Tensor,
+    mode: str,
+    weights: Sequence[Tensor],
+    parts: int = 1,
+    transposed: bool = False,
 ) -> Tensor:
     """dW = dy^T x per expert, of all weights that dy's columns belong to.
 
@@ -204,6 +229,7 @@ def weight_grads(
         mode: ``wgrad`` of the settings.
         weights: one or two (E, N_i, K_i), alike in shape and dtype.
         parts: the matrices along N, each of which the operands pad.
+        transposed: dy and x are those of :func:`titan_fp8moe.ops.transpose_pair`, (N, M) and (K, M).
 
     Returns:
         The gradient (E, N_i, K_i) of a single weight, or those of two in one (2E, N_i, K_i), in the weights' dtype. A
@@ -217,7 +243,8 @@ def weight_grads(
     if mode == "bf16":
         grads = _bf16_product(dy, x, offsets_E, *result)
     else:
-        x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
+        operands = (*x, *dy) if transposed else ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
+        x_t, x_t_scale, dy_t, dy_t_scale = operands
         grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, *result)
     return grads.transpose(1, 2) if layout == "transposed" else grads
 

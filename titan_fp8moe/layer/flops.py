@@ -92,7 +92,7 @@ def _gradients_flops(
     spec = decode(LayerSpec, layer)
     needed = Inputs.of(needs, spec.expert.biased)
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
-    rows = routed.dy.q[0]
+    rows = routed.dh.q[0]
     flops = _product_flops(rows, _gate_up(weights)) if needed.x else 0
     flops += _wgrad_flops(rows, weights, needed.weights)
-    return flops + (_wgrad_flops(shared.dy.q[0], shared_weights, needed.shared) if shared else 0)
+    return flops + (_wgrad_flops(shared.dh.q[0], shared_weights, needed.shared) if shared else 0)

@@ -65,6 +65,9 @@ def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Ro
         hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.generations))
         grads = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.generations))
         del hidden  # h is freed after its last use
+        if statistics.collecting() and ffn.backward.weights == "trained":
+            ffn.record(x, grads, operands)
+        grads = ffn.for_dw2(grads)
         if not with_dx:
             return grads
         return grads._replace(dx=ffn.product(grads.dh, operands.transposed(0, saved.generations), None, ffn.dim))
@@ -74,7 +77,7 @@ def group_weight_grads(
     ffn: FFN, saved: SavedGroup, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
 ) -> WeightGrads:
     """The second half of a backward, whose first made ``grads``."""
-    return ffn.weight_grads(saved.rows.quantized, grads._replace(a=saved.a or grads.a), operands, needed)
+    return ffn.weight_grads(saved.rows.quantized, grads._replace(a=grads.a or saved.a), operands, needed)
 
 
 def matrix_grads(grads: WeightGrads, matrices: ExpertWeights) -> ExpertWeights:

@@ -84,9 +84,8 @@ def _all(record: Any) -> Any:
     return record(*[True] * len(record._fields))
 
 
-def _rows(flag: bool) -> Any:
-    return _all(Rows) if flag else None
-
+_ROWS: Any = _all(Rows)
+_GENERATIONS: Any = (True, True)  # of w13 and w2
 
 # --- what a forward keeps ---------------------------------------------------------------------------------------------
 
@@ -139,9 +138,6 @@ class Saved(NamedTuple):
         return shared._replace(rows=shared.rows._replace(q=self.arrived.q))
 
 
-_GENERATIONS: Any = (True, True)  # of w13 and w2
-
-
 def _hidden_flags(backward: BackwardSpec) -> Any:
     return Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
 
@@ -154,7 +150,7 @@ def group_flags(
     keeps: Any = backward.keeps_rows
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
     h = _hidden_flags(backward) if hidden else None
-    return SavedGroup(rows, _rows(backward.keeps_operand), _GENERATIONS if kept else None, h)
+    return SavedGroup(rows, _ROWS if backward.keeps_operand else None, _GENERATIONS if kept else None, h)
 
 
 @functools.cache
@@ -168,7 +164,7 @@ def saved_flags(spec: LayerSpec, hidden: bool = True) -> Saved:
         state=_all(kind.State),
         routing=_all(Routing),
         arrived=_all(kind.Arrived) if backward.keeps_rows else None,
-        a=_rows(backward.keeps_operand),
+        a=_ROWS if backward.keeps_operand else None,
         generations=_GENERATIONS if spec.kept else None,
         shared=shared,
         hidden=_hidden_flags(backward) if hidden else None,
@@ -215,8 +211,8 @@ class Inputs(NamedTuple):
 def hidden_gradients_flags(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
     """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags, without an ``a`` that the forward has saved.
     ``more``: its last fields."""
-    made = backward.weights != "frozen" and not backward.keeps_operand
-    return HiddenGradients(_all(Rows), _all(Rows), _rows(made), cast(Any, scored), **more)
+    dy = _ROWS if backward.weights != "frozen" else None
+    return HiddenGradients(_ROWS, dy, None if backward.keeps_operand else dy, cast(Any, scored), **more)
 
 
 @functools.cache
