@@ -168,7 +168,7 @@ def routed(
 
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_what_is_held_beside_all_weight_gradients(recompute: str):
-    """Operands of the last product and of GEMM 1's input gradient: where weights are large, their gradients decide."""
+    """Beside the gradients of large weights are dx, dh and the transposes of dy and a, but no rows of these."""
     T, D, H, E, top_k = 2048, 512, 256, 64, 2
     _, peak = allocations(lambda: routed(Fp8FlowMoEConfig(recompute=recompute), T, D, H, E, top_k))
     rows, gradients, dx = row_capacity(T * top_k, E), E * 3 * H * D * 2, T * D * 2

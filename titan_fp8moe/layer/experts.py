@@ -13,7 +13,8 @@ And FSDP frees and refills the weights around the module that owns them, so all 
 **How PyTorch sees it.** Autograd sees :class:`ExpertsFunction`. FSDP sees the module's call; the parameters are saved,
 never a quantized copy. Per-op checkpointing sees the forward's op (:data:`SAVED_OPS`), keeps its results, and so
 repeats no transfer and no GEMM. A compiled graph holds all three ops, unless the dispatch syncs with the host. The
-backward is two, because a graph frees h, dy and a behind the first, before weight gradients are made.
+backward is two, because a graph frees h behind the first, before weight gradients are made. The first also transposes
+dy and a for w2's gradient, so that their rows end with it.
 
 **What is saved** (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -162,12 +163,12 @@ def _routed_experts_hidden_gradients(
         with operands.held:
             w2_t, hidden = operands.transposed(1, of_forward.generations), of_forward.hidden
             if hidden is None:
-                x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
-                hidden = ffn.hidden(x, operands.plain(0, of_forward.generations))
+                w13 = operands.plain(0, of_forward.generations)
+                hidden = ffn.hidden(tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1]), w13)
             dy = tokens.receive(pending)
             del pending
             routed = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
-        del dy, w2_t, hidden  # an h that was computed again is freed
+        del dy, w2_t, hidden  # h is freed if it was computed again
         if statistics.collecting() and spec.backward.weights == "trained":
             x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
             ffn.record(x, routed, operands)
@@ -199,7 +200,7 @@ def _routed_experts_gradients(
     needed = Inputs.of(needs, spec.expert.biased)
     of_forward: Saved = unpack(saved_flags(spec, hidden=False), iter(saved))
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
-    routed, routing, addend = routed._replace(a=routed.a or of_forward.a), of_forward.routing, shared and shared.dx
+    routed, routing, addend = routed._replace(a=of_forward.a or routed.a), of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
     with_dx = tokens.returns_gradients(needed.x)
     ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)

@@ -48,8 +48,8 @@ class HiddenGradients(NamedTuple):
 
     Attributes:
         dh: (M, 2H), the gradient of GEMM 1's output, rows in expert order.
-        dy, a: (M, D), the gradient of the output, and (M, H), GEMM 2's operand, rows in expert order; or their
-            transposes, with :attr:`FFN.transposes_early`. None where weights are frozen. ``a`` does not cross an op if
+        dy, a: (M, D), the gradient of the output, and (M, H), GEMM 2's operand, rows in expert order;
+            transposed if :attr:`FFN.transposes_early`. None where weights are frozen. ``a`` does not cross an op if
             the forward has saved it.
         ds_M: (M,) fp32, of the rows' scores, if they have any.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
@@ -147,9 +147,11 @@ class FFN(NamedTuple):
 
     @property
     def transposes_early(self) -> bool:
-        """Whether :meth:`for_dw2` transposes. Adapters read the rows, and the forward may have saved those of a."""
-        recompute, _, mode, weights = self.backward
-        return weights == "trained" and mode != "bf16" and recompute != "none" and self.lora is NO_LORA
+        """Whether :meth:`for_dw2` transposes: not where adapters or a bf16 product read the rows, nor where the forward
+        has saved those of a."""
+        backward = self.backward
+        reads_rows = backward.wgrad == "bf16" or backward.recompute == "none" or self.lora is not NO_LORA
+        return backward.weights == "trained" and not reads_rows
 
     def for_dw2(self, grads: HiddenGradients) -> HiddenGradients:
         """``grads`` with dy and a as w2's gradient reads them: transposed in the first half of a backward, so that the
@@ -198,7 +200,8 @@ class FFN(NamedTuple):
         return in_expert_order(Rows(x.q[:T], x.scale[:T]), self.routing)
 
     def record(self, x: Rows, grads: HiddenGradients, operands: WeightOperands) -> None:
-        """Counts operands for :mod:`titan_fp8moe.layer.statistics`. Arguments as of :meth:`weight_grads`, rows all."""
+        """Counts operands for :mod:`titan_fp8moe.layer.statistics`. Arguments as of :meth:`weight_grads`; ``grads``
+        holds rows still."""
         _, D, H = operands.like.w2.shape
         columns = self.expert.rows_per_unit * H
         parts = 1 if self.expert.interleaved else self.expert.rows_per_unit

@@ -55,7 +55,7 @@ def _wgrad_flops(rows: int, weights: Sequence[torch.Size | None], needed: Sequen
 
 @register_flop_formula(torch.ops.titan_fp8moe.feed_forward_weight_grads)
 def _ffn_wgrad_flops(halfway, saved, needs, weights, backward, **_: Any) -> int:
-    return _wgrad_flops(halfway[0][0], weights, needs)
+    return _wgrad_flops(halfway[0][0], weights, needs)  # dh comes first, in rows
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.linear_backward)

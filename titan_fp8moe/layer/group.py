@@ -77,7 +77,7 @@ def group_weight_grads(
     ffn: FFN, saved: SavedGroup, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
 ) -> WeightGrads:
     """The second half of a backward, whose first made ``grads``."""
-    return ffn.weight_grads(saved.rows.quantized, grads._replace(a=grads.a or saved.a), operands, needed)
+    return ffn.weight_grads(saved.rows.quantized, grads._replace(a=saved.a or grads.a), operands, needed)
 
 
 def matrix_grads(grads: WeightGrads, matrices: ExpertWeights) -> ExpertWeights:

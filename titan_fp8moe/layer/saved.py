@@ -211,8 +211,8 @@ class Inputs(NamedTuple):
 def hidden_gradients_flags(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
     """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags, without an ``a`` that the forward has saved.
     ``more``: its last fields."""
-    dy = _ROWS if backward.weights != "frozen" else None
-    return HiddenGradients(_ROWS, dy, None if backward.keeps_operand else dy, cast(Any, scored), **more)
+    operand = None if backward.weights == "frozen" else _ROWS
+    return HiddenGradients(_ROWS, operand, None if backward.keeps_operand else operand, cast(Any, scored), **more)
 
 
 @functools.cache
