@@ -6,8 +6,10 @@ The layers' ops are checked with the arguments that layers call them with.
 import inspect
 import itertools
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from titan_fp8moe.layer.lora import LoraSpec
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.saved import LayerSpec
 from titan_fp8moe.layer.weights import Biases
+from titan_fp8moe.ops import backend
 from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
@@ -290,6 +293,15 @@ def test_opcheck_of_layers_that_travel(kind, dispatch, group, endless):
 def test_every_op_has_a_case():
     defined = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if "titan_fp8moe::" in name}
     assert defined == {*LAYER_OPS, *itertools.chain(*DENSE_OPS.values()), *(name for name, _ in BLOCKS)}
+
+
+def test_graphs_in_inductors_cache_name_the_sources(tmp_path: Path):
+    package = Path(backend.__file__).parents[1]
+    copied = Path(shutil.copytree(package, tmp_path / "copy"))
+    assert torch.compiler.config.cache_key_tag.endswith(f"titan_fp8moe-{backend.digest(copied)}")
+    with (copied / "layer/saved.py").open("a") as file:
+        file.write("\n")
+    assert backend.digest(copied) != backend.digest(package)
 
 
 def test_specifications_cross_an_op():

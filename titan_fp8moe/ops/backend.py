@@ -4,14 +4,17 @@ The recipe runs on a GPU only after :func:`emulate`, never as a silent fallback.
 """
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 from unittest import mock
 
 import torch
 
+from titan_fp8moe import patches
 from titan_fp8moe.kernels.launch import is_recording, recording
 from titan_fp8moe.kernels.warm_up import compile_traced
 
@@ -19,6 +22,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _library = torch.library.Library("titan_fp8moe", "DEF")
+
+
+def digest(package: Path) -> str:
+    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    return hashlib.sha256(sources).hexdigest()[:16]
+
+
+def tag_graphs() -> None:
+    """Lets graphs in Inductor's cache on disk name these sources: the cache knows ops by name only, and a graph of
+    another version may expect other results of them."""
+    tag = f"{torch.compiler.config.cache_key_tag} titan_fp8moe-{digest(Path(__file__).parents[1])}"
+    patches.put(torch.compiler.config, "cache_key_tag", tag.strip(), checked_on="torch 2.11, 2.13, 2.14 and 2.15")
+
+
+tag_graphs()
 
 
 def with_kernel(reference: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
