@@ -11,75 +11,87 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import DEVICE, apply_layer, assert_equal, generations, make_layer, refused, saved_bytes
+from tests.layer import DEVICE, assert_equal, generations, refused, saved_bytes
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, grouped_ffn, ops, recipe
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
-from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.run import run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
 
 
-class Layer:
-    """A small layer with a cache: ``experts``, a ``grouped_ffn``, an ``ffn`` or a ``linear``."""
+class GroupedFFN(torch.nn.Module):
+    """:func:`grouped_ffn` of four experts, with a cache."""
 
-    def __init__(self, kind="experts", layouts="both", **settings):
-        self.x, self.scores, self.ids, weights = make_layer(64)
-        if kind in ("ffn", "linear"):
-            weights = [w[0] for w in weights]
-        self.weights = ExpertWeights(*map(torch.nn.Parameter, weights))
-        self.kind, self.cache, self.config = kind, WeightCache(layouts), Fp8FlowMoEConfig(**settings)
-        used = self.weights[: 1 if kind == "linear" else 3]
-        self.leaves = [t.requires_grad_() for t in (self.x, *[self.scores] * (kind == "experts"), *used)]
+    def __init__(self, config):
+        super().__init__()
+        weights = torch.randn(3, 4, 128, 128, device=DEVICE) / 8
+        self.w1, self.w2, self.w3 = (torch.nn.Parameter(w.clone()) for w in weights)
+        self.config, self.cache = config, WeightCache()
 
-    def forward(self, cache, frozen=False):
-        if self.kind == "linear":
-            return linear(self.x, self.weights.w1, self.config, cache, frozen=frozen)
-        if self.kind == "ffn":
-            return feed_forward(self.x, self.weights, self.config, cache, frozen=frozen)
-        if self.kind == "grouped_ffn":
-            ends = torch.arange(8, 65, 8, dtype=torch.int32, device=DEVICE)
-            return grouped_ffn(self.x, *self.weights, ends, config=self.config, cache=cache)
-        options = dict(config=self.config, cache=cache, frozen=frozen)
-        return apply_layer(self.x, self.weights, self.ids, self.scores, **options)
+    def forward(self, x, ends):
+        cache = self.cache if self.config.cache_weights else None
+        return grouped_ffn(x, self.w1, self.w2, self.w3, ends, cache=cache)
 
-    def step(self, forward):
-        out = forward()
-        return [out.detach(), *torch.autograd.grad(out, self.leaves, torch.ones_like(out))]
+
+def _make(kind, trained, seed=0, **settings):
+    """A module that keeps quantized weights, or has them stored, and its inputs, whose first needs a gradient."""
+    torch.manual_seed(seed)
+    config = Fp8FlowMoEConfig(cache_weights=trained)
+    x = torch.randn(64, 128, device=DEVICE, requires_grad=True)
+    if kind == "linear":
+        return Fp8FlowLinear(128, 128, config=config, device=DEVICE).requires_grad_(trained), (x,)
+    if kind == "grouped_ffn":
+        return GroupedFFN(config), (x, torch.arange(16, 65, 16, dtype=torch.int32, device=DEVICE))
+    settings = dict(recompute="experts" if kind == "forward" else "activation") | settings
+    layouts = dict(cache_layouts=kind) if trained else {}
+    config = dataclasses.replace(config, **layouts, **settings)
+    module = RoutedExperts(4, 128, 128, config=config, device=DEVICE).requires_grad_(trained)
+    if kind == "stored":
+        module = RoutedExperts.from_fp8(*map(ops.Fp8Weight.quantize, (module.w1, module.w2, module.w3)))
+    scores, ids = torch.rand(64, 4, device=DEVICE).topk(2)
+    return module, (x, ids, scores)
+
+
+def _without_cache(module):
+    """A module that has the same parameters and quantizes them in every call."""
+    other = copy.copy(module)
+    other.config = dataclasses.replace(module.config, cache_weights=False, cache_layouts="both")
+    return other
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("layouts", ["both", "forward"])
-@pytest.mark.parametrize("kind", ["experts", "grouped_ffn", "ffn", "linear"])
-def test_microbatches_share_quantized_weights(kind, layouts, compiled):
+@pytest.mark.parametrize("kind", ["both", "forward", "linear", "grouped_ffn"])
+def test_microbatches_share_quantized_weights(kind, compiled):
     """Bit for bit, and in memory that stays where it is when weights change: by a step, by a write that has a version,
     or by one that only a sample shows. A graph is compiled once."""
     torch._dynamo.reset()
-    layer = Layer(kind, layouts, recompute="activation" if layouts == "both" else "experts")
-    optimizer, addresses = torch.optim.SGD(layer.weights, lr=1.0), set()
-    for w in layer.weights:
+    module, inputs = _make(kind, True)
+    plain, weights, addresses = _without_cache(module), [*module.parameters()], set()
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    for w in weights:
         w.grad = torch.randn_like(w) / 8
 
-    def forward():
-        return layer.forward(layer.cache)
-
     def write():
-        for w in layer.weights:
+        for w in weights:
             w.detach()[..., 3, 5] += 1
 
-    run = torch.compile(forward, backend="aot_eager", fullgraph=True) if compiled else forward
+    def step(run):
+        out = run(*inputs)
+        return [out.detach(), *torch.autograd.grad(out.sum(), [inputs[0], *weights])]
+
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for change in (None, optimizer.step, write, lambda: [w.data.mul_(1.5) for w in layer.weights]):
+        for change in (None, optimizer.step, write, lambda: [w.data.mul_(1.5) for w in weights]):
             if change is not None:
                 change()
             for changed in (True, False):
-                before = generations(layer.cache)
-                assert_equal(layer.step(run), layer.step(lambda: layer.forward(None)))
-                after = generations(layer.cache)
+                before = generations(module.cache)
+                assert_equal(step(run), step(plain))
+                after = generations(module.cache)
                 assert after == [count + changed for count in before or [0] * len(after)]
-            kept = [t.data_ptr() for operand in layer.cache.copies.operands for t in operand if t is not None]
+            kept = [t.data_ptr() for operand in module.cache.copies.operands for t in operand if t is not None]
             addresses.add((*kept,))
-    tensors = (4 if layouts == "both" else 3) * (1 if kind == "linear" else 2)
+    tensors = (3 if kind == "forward" else 4) * (1 if kind == "linear" else 2)
     assert len(kept) == tensors and len(addresses) == 1
 
 
@@ -171,16 +183,15 @@ def test_replays_of_a_captured_step(layouts, whole):
 
 
 def _weights_and_grads(layouts, whole, captured):
-    torch.manual_seed(0)
-    layer, stream, graph = Layer(layouts=layouts), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    optimizer, grads = torch.optim.SGD(layer.weights, lr=1e-4), [torch.zeros_like(w) for w in layer.weights]
-    for w, grad in zip(layer.weights, grads, strict=True):
+    module, inputs = _make(layouts, True)
+    weights, stream, graph = [*module.parameters()], torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    optimizer, grads = torch.optim.SGD(weights, lr=1e-4), [torch.zeros_like(w) for w in weights]
+    for w, grad in zip(weights, grads, strict=True):
         w.grad = grad
 
     def step():
         for _ in range(2 if whole else 1):
-            out = layer.forward(layer.cache)
-            torch._foreach_add_(grads, torch.autograd.grad(out, [*layer.weights], torch.ones_like(out)))
+            torch._foreach_add_(grads, torch.autograd.grad(module(*inputs).sum(), weights))
         if whole:
             optimizer.step()
 
@@ -196,60 +207,41 @@ def _weights_and_grads(layouts, whole, captured):
         if not whole and i % 2:
             optimizer.step()
         if i == 2:
-            for w in layer.weights:
+            for w in weights:
                 w.data.mul_(1.5)  # as an EMA swap, or a foreign optimizer
     torch.cuda.synchronize()
-    return [*(w.detach() for w in layer.weights), *grads]
+    return [*(w.detach() for w in weights), *grads]
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
-@pytest.mark.parametrize("kind, save_h", [("experts", "bf16"), ("experts", "fp8"), ("ffn", "bf16"), ("linear", "bf16")])
+@pytest.mark.parametrize("kind, save_h", [("both", "bf16"), ("both", "fp8"), ("linear", "bf16")])
 def test_frozen_weights(kind, save_h, recompute):
     """Same output and gradients. Steps let only trained weights be quantized anew. Only what the gradient of x needs is
     saved."""
-    layer = Layer(kind, recompute=recompute, save_h=save_h)
-    layer.leaves = [t for t in layer.leaves if t is layer.x or t is layer.scores]
+    module, inputs = _make(kind, True, recompute=recompute, save_h=save_h)
 
-    def run(*options):
-        out, kept = saved_bytes(lambda: layer.forward(*options))
-        return [out.detach(), *torch.autograd.grad(out.sum(), layer.leaves)], kept
+    def run(forward):
+        out, kept = saved_bytes(lambda: forward(*inputs))
+        return [out.detach(), *torch.autograd.grad(out.sum(), inputs[0])], kept
 
-    want, trained = run(None)
+    want, trained = run(_without_cache(module))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # of others
     for frozen in (False, False, True, True):
-        for w in layer.weights:
-            w.requires_grad_(not frozen)
-        got, kept = run(layer.cache, frozen)
+        module.requires_grad_(not frozen)
+        got, kept = run(module)
         assert_equal(got, want)
         optimizer.step()
-    assert {*generations(layer.cache)} == {2}
-    D, H, tokens, numbers = 256, 128, 64 if kind == "experts" else 128, 8 * len(generations(layer.cache))
-    rows = recipe.row_capacity(layer.ids.numel(), 8) if kind == "experts" else tokens
-    gone = tokens * (D + D // 128) * (recompute != "experts" or kind == "linear")
-    gone += rows * (H + H // 128) * (recompute == "none" and kind != "linear")
+    assert {*generations(module.cache)} == {2}
+    row, numbers = 128 + 1, 8 * len(generations(module.cache))  # a row has one scale
+    gone = 128 * row if kind == "linear" else 64 * row * (recompute != "experts")
+    gone += recipe.row_capacity(64 * 2, 4) * row * (recompute == "none" and kind != "linear")
     assert trained - kept + numbers == gone
     with torch.no_grad():
-        assert torch.equal(layer.forward(layer.cache, True), want[0])
-    assert {*generations(layer.cache)} == {2}
+        assert torch.equal(module(*inputs), want[0])
+    assert {*generations(module.cache)} == {2}
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
-
-
-def _make(kind, trained, seed=0):
-    """A module that keeps quantized weights, or has them stored, and its inputs, whose first needs a gradient."""
-    torch.manual_seed(seed)
-    config = Fp8FlowMoEConfig(cache_weights=trained)
-    x = torch.randn(64, 128, device=DEVICE, requires_grad=True)
-    if kind == "linear":
-        return Fp8FlowLinear(128, 128, config=config, device=DEVICE).requires_grad_(trained), (x,)
-    layouts = dict(cache_layouts=kind) if trained else {}
-    config = dataclasses.replace(config, **layouts, recompute="experts" if kind == "forward" else "activation")
-    module = RoutedExperts(4, 128, 128, config=config, device=DEVICE).requires_grad_(trained)
-    if kind == "stored":
-        module = RoutedExperts.from_fp8(*map(ops.Fp8Weight.quantize, (module.w1, module.w2, module.w3)))
-    scores, ids = torch.rand(64, 4, device=DEVICE).topk(2)
-    return module, (x, ids, scores)
 
 
 def _teacher(module):
