@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from experiments import reference
 from tests.layer import DEVICE, CastCounter, D, E, H, gradients, make_layer, refused, saved_bytes
@@ -158,23 +158,15 @@ def test_module_refuses(group):
         RoutedExperts.from_fp8(*stored, ep_group=group).add_lora(8, 4)
 
 
-def test_adapters_under_fsdp(group):
-    """FSDP shards trained adapters and frozen experts in one group, here with mixed precision."""
-    x, scores, ids, _ = make_layer(dtype=torch.bfloat16)
+def test_merging_under_fsdp(group):
+    """A forward leaves whole copies of the weights. tests/distributed has gradients."""
+    x, scores, ids, _ = make_layer()
     plain = make_module()
     plain.add_lora(8, 8)
     fill(plain)
-    sharded, policy = copy.deepcopy(plain), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)), mp_policy=policy)
-    sharded.set_force_sum_reduction_for_comms(True)
-    outs = [module(x, ids, scores) for module in (plain, sharded)]
-    for out in outs:
-        out.square().sum().backward()
-    assert reference.relative_error(outs[1].detach(), outs[0].detach()) < 0.05
-    for n, B in plain.lora_B.items():
-        assert reference.relative_error(sharded.lora_B[n].grad.to_local(), B.grad) < 0.1
-    assert sharded.w1.grad is None
-    sharded(x, ids, scores)  # leaves whole copies of the weights
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=init_device_mesh(DEVICE, (1,)))
+    sharded(x, ids, scores)
     for module in (plain, sharded):
         module.merge_lora()
     assert torch.equal(sharded.w1.full_tensor(), plain.w1)
