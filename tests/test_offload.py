@@ -394,24 +394,21 @@ def test_moved_models(offloaded, tmp_path: Path):
 def test_transformers(offloaded):
     """Experts of its FP8 checkpoints: output and gradient, and that they are frozen and run here."""
     pytest.importorskip("transformers", "5.17")
-    from tests.test_transformers import fp8_experts, make_inputs
+    from tests import test_transformers as of_transformers
     from titan_fp8moe.transformers import register
 
     register()
-    (experts, _), (x, ids, scores) = fp8_experts(), make_inputs(torch.bfloat16)
-    there = nn.ModuleList([experts.cpu().requires_grad_(False)])
+    there = nn.ModuleList([of_transformers.fp8_experts()[0].cpu().requires_grad_(False)])
     here, device = offloaded(copy.deepcopy(there))
-    x, ids, scores = x.cpu().requires_grad_(), ids.cpu(), scores.cpu()
-    found = []
-    for (model,), mode in ((there, contextlib.nullcontext()), (here, device)):
-        with mode:
-            out = model(x, ids, scores)
-            found.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), x)])
-    assert_equal(found[1], found[0])
+    inputs = [t.cpu() for t in of_transformers.make_inputs(torch.bfloat16)]
+    dout = torch.randn_like(inputs[0])
+    want = of_transformers.step(there[0], "fp8_flow", inputs, dout)
+    with device:
+        assert_equal(of_transformers.step(here[0], "fp8_flow", inputs, dout), want)
     assert_equal(here.state_dict().values(), there.state_dict().values())
     here[0].down_proj.requires_grad_(True)
     with pytest.raises(ValueError, match="freeze it with requires_grad_"), device:
-        here[0](x, ids, scores)
+        here[0](*inputs)
     here[0].config._experts_implementation = "grouped_mm"
     with pytest.raises(ValueError, match="Quantized would run as grouped_mm, which cannot read host memory"):
         offload_experts(here, "cpu")
