@@ -174,14 +174,6 @@ def test_which_jobs_may_take_symmetric_memory(monkeypatch, dispatch, shards, ran
         assert auto_dispatch.prepare(config, layout, None).endswith(ends) and not auto.is_enabled()
 
 
-def trainer(train_step, *model_parts: torch.nn.Module):
-    """One with these steps, after steps that lead to symmetric memory."""
-    kind = type("Trainer", (), dict(model_parts=list(model_parts), ntokens_seen=100, train_step=train_step))
-    auto_dispatch.run_steps_again(kind)
-    steps(20, 500)
-    return kind()
-
-
 @pytest.mark.parametrize("where", ["dataloader", "forward"])
 def test_a_step_that_runs_again_counts_once(where):
     """Its tokens, which torchtitan 0.2.2 counts as it loads them, 0.3 in each forward, in what the routers count and in
@@ -190,26 +182,31 @@ def test_a_step_that_runs_again_counts_once(where):
     for name in ("tokens_per_expert", "tokens_per_expert_E", "nan_flags", "expert_bias"):
         router.register_buffer(name, torch.zeros(2))
 
-    def train_step(self, data):
-        for size in [next(data) for _ in range(2)]:
-            self.ntokens_seen += size if where == "forward" else 0
-        drawn.append([torch.rand(8, device=device) for device in {"cpu", DEVICE}])
-        for buffer in router.buffers():
-            buffer += 1
-        (linear(x) * (torch.nan if auto.is_fast() else 1)).sum().backward()
-        if auto.is_fast():
-            raise NoRoom("full")
-        logged.append(self.ntokens_seen)
+    class Trainer:
+        model_parts, ntokens_seen = [linear, router], 100
+
+        def train_step(self, data):
+            for size in [next(data) for _ in range(2)]:
+                self.ntokens_seen += size if where == "forward" else 0
+            drawn.append([torch.rand(8, device=device) for device in {"cpu", DEVICE}])
+            for buffer in router.buffers():
+                buffer += 1
+            (linear(x) * (torch.nan if auto.is_fast() else 1)).sum().backward()
+            if auto.is_fast():
+                raise NoRoom("full")
+            logged.append(self.ntokens_seen)
 
     def load():
         for size in (3, 4):
-            its.ntokens_seen += size if where == "dataloader" else 0
+            trainer.ntokens_seen += size if where == "dataloader" else 0
             yield size
 
-    its = trainer(train_step, torch.nn.Sequential(linear, router))
+    auto_dispatch.run_steps_again(Trainer)
+    steps(20, 500)
+    trainer = Trainer()
     statistics.collect()
-    its.train_step(load())
-    assert logged == [107] and its.ntokens_seen == 107 and all(map(torch.equal, *drawn))
+    trainer.train_step(load())
+    assert logged == [107] and trainer.ntokens_seen == 107 and all(map(torch.equal, *drawn))
     assert [name for name, buffer in router.named_buffers() if (buffer == 2).all()] == ["expert_bias"]
     counts = statistics.summarize(statistics.take("cpu"))
     assert counts["dy/nan_tiles"] == 0 and counts["dy/exponent_max"] == -8

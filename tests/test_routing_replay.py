@@ -209,9 +209,6 @@ def test_plain_pytorch(stored: bool):
     assert routing.routed_experts().shape == (S, 1, K)
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_replays_the_same_experts(reentrant: bool):
     model, ids, results = Model().to(DEVICE), choose(S, 1, experts=E, top_k=K), []
@@ -225,9 +222,6 @@ def test_checkpointing_replays_the_same_experts(reentrant: bool):
     assert_equal(*results)
     assert len(spy.calls) == 3  # the backward has repeated it
     assert all(torch.equal(chosen, ids[:, 0]) for chosen, _ in spy.calls)
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def test_generation_and_training_agree():
