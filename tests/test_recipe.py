@@ -289,8 +289,9 @@ def test_exchange_brings_each_pair_to_its_expert(shape, number, repeats):
             ids = torch.randint(-1, N * E + 1, (T, top_k), generator=generator)
         ids[: random.randint(0, 3)] = -1  # the first tokens are another rank's to send
         scores = torch.rand(T, top_k, generator=generator)
-        sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, N, E)
+        sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, N, E, signature=77)
         splits = counts_N[:, 0].tolist()
+        assert (token_C[sum(splits) :] == -1).all() and counts_N[:, -2:].tolist() == [[T * top_k, 77]] * N
         token_C = token_C[: sum(splits)]
         tokens = recipe.quantize_rows(torch.zeros(T, 128))
         payload = ops.pack_dispatch(*tokens, token_C, sent_TK, ids, scores, E)
@@ -314,15 +315,6 @@ def test_exchange_brings_each_pair_to_its_expert(shape, number, repeats):
             expert = int(torch.searchsorted(offsets_E, row, right=True))
             arrived.add((*sources[rank][c], k, expert, float(score_M[row])))
         assert arrived == expected[rank]
-
-
-def test_dispatch_routing_of_three_tokens():
-    ids = torch.tensor([[5, 0, 4, 1], [2, -1, 3, 2], [6, 5, 0, 9]])  # ranks 2, 0, 2, 0; 1, -, 1, 1; -, 2, 0, -
-    sent_TK, token_C, counts_N = recipe.dispatch_routing(ids, 3, 2, 77)
-    # Dispatched tokens: tokens 0 and 2 to rank 0, 1 to rank 1, 0 and 2 to rank 2.
-    assert sent_TK.tolist() == [[3, 0, -5, -2], [2, -1, -4, -4], [-1, 4, 1, -1]]
-    assert token_C.tolist() == [0, 2, 1, 0, 2, -1, -1, -1, -1]
-    assert counts_N.tolist() == [[2, 2, 1, 12, 77], [1, 2, 1, 12, 77], [2, 1, 2, 12, 77]]
 
 
 def test_combine_adds_each_ranks_row_once_in_the_order_of_first_pairs():
