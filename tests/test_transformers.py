@@ -292,14 +292,12 @@ def test_scales_that_are_no_powers_of_two():
 TRAINED, NO_GATE = torch.nn.Parameter(torch.ones(())), "its gate is none of swiglu"
 REFUSALS: list[tuple[Callable[[], torch.nn.Module], str]] = [
     (lambda: qwen3_experts(hidden_act="gelu"), NO_GATE),
-    (lambda: changed(qwen3_experts(), act_fn=Swish(1.7)), NO_GATE),
     (lambda: changed(qwen3_experts(), act_fn=Swish(TRAINED)), NO_GATE),
     (lambda: gpt_oss_experts(torch.tensor(2.0)), NO_GATE),  # it may change
     (lambda: qwen3_experts(moe_intermediate_size=200), "its dims 256 and 200 are not both multiples of 16"),
     (lambda: qwen3_experts(hidden_size=328), "its dims 328 and 128 are not both multiples of 16"),
     (lambda: qwen3_experts().half(), "its weights are torch.float16; load them in bfloat16"),
     (lambda: fp8_experts()[0].bfloat16(), "its FP8 weights were cast to torch.bfloat16 without their scales"),
-    (lambda: fp8_experts()[0].float(), "its FP8 weights were cast to torch.float32 without their scales"),
     (lambda: changed(fp8_experts()[0], block_size=(64, 128)), "scales per block (64, 128), not per 128x128"),
 ]
 
@@ -475,21 +473,14 @@ def test_kept_weights_in_a_compiled_model(frozen: bool):
     assert len({m.fp8_flow_cache.kind for m in experts}) == 1  # or each layer, compiled alone, would have a graph
 
 
-# --- torchao ----------------------------------------------------------------------------------------------------------
-
-
 def test_quantize_of_torchao():
-    """As the registry, for the layers that a filter names; what does not fit is refused."""
+    """As the registry; what does not fit is refused."""
     config, tokens = Fp8FlowMoEConfig(save_h="fp8"), make_tokens()
     adapter.register(config)
     registered, model = make_model(experts_implementation="fp8_flow"), make_model()
     model.load_state_dict(registered.state_dict())
-    plain_loss, _ = loss_and_grads(model, tokens)
     quantize_(model, config, filter_fn=is_moe)
     (want_loss, want), (loss, grads) = (loss_and_grads(m, tokens) for m in (registered, model))
-    assert loss == want_loss != plain_loss and all(torch.equal(grads[name], want[name]) for name in want)
-    some = make_model()
-    quantize_(some, config, filter_fn=lambda module, name: is_moe(module, name) and "layers.0." not in name)
-    assert adapter.converted(some) == ["model.layers.1.mlp.experts"]
+    assert loss == want_loss and all(torch.equal(grads[name], want[name]) for name in want)
     with refused("Qwen3MoeExperts: its gate is none of"):
         quantize_(make_model(hidden_act="gelu"), config, filter_fn=is_moe)
