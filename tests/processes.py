@@ -103,14 +103,6 @@ def ended_well(done: subprocess.CompletedProcess) -> bool:
     return done.returncode == 0 or "terminate called without an active exception" in done.stdout + done.stderr
 
 
-def run_checks(script: str, num_ranks: int, *args: str, **options: Any) -> str:
-    """Runs a worker whose ranks compare results by themselves, and say at the end that ``all checks passed``."""
-    done = run_workers(script, num_ranks, *args, **options)
-    log = done.stdout[-3000:] + done.stderr[-3000:]
-    assert ended_well(done) and "all checks passed" in done.stdout, log
-    return done.stdout
-
-
 def _run(
     commands: Sequence[list[str]],
     environments: Sequence[dict[str, str]],

@@ -28,7 +28,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
 
 from tests.conftest import begin
-from tests.processes import call, run_checks, time_limit
+from tests.processes import call, ended_well, run_workers, time_limit
 from titan_fp8moe import Adapter, Lora, ops, recipe
 from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -182,11 +182,12 @@ def compare_on_two_ranks() -> None:
     dist.destroy_process_group()
     for real, told in found:
         assert ahead(told) == real
-    print("all checks passed")
+    print("all kernels are equal")
 
 
 def test_the_kernels_of_two_ranks():
-    run_checks("-c", 2, "from tests.test_warm_up import compare_on_two_ranks as run; run()", cpu_only=True)
+    done = run_workers("-c", 2, "from tests.test_warm_up import compare_on_two_ranks as run; run()", cpu_only=True)
+    assert ended_well(done) and done.stdout.count("all kernels are equal") == 2, done.stdout + done.stderr
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
