@@ -141,12 +141,6 @@ def layout(job: JobConfig, ranks: int) -> tuple[int, ...]:
     return preflight.expert_layout(job, dry_run.make_parallel_dims(job, ranks))
 
 
-def gpt_oss(limit: float) -> nn.Module:
-    """Its converted experts."""
-    config = make_config(model="gpt_oss", flavor="debugmodel")
-    return convert(config, make_model(config, n_layers=1, swiglu_limit=limit)).layers["0"].moe.experts
-
-
 def register() -> None:
     """What an import does to other packages."""
     converter.register()

@@ -16,7 +16,6 @@ from torchtitan.models.common import attention
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_16b, deepseek_v3_debugmodel
-from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
 from torchtitan.models.gpt_oss.moe import swiglu  # noqa: F401
 from torchtitan.trainer import Trainer
 
@@ -119,14 +118,6 @@ def moes(job: Any) -> list[Any]:
 
 def layout(job: Any, ranks: int) -> tuple[int, ...]:
     return job_checks.expert_layout(job, ParallelDims.from_config(job.parallelism, ranks))
-
-
-def gpt_oss(limit: float) -> nn.Module:
-    job = with_fp8_flow(gpt_oss_debugmodel_flex())
-    job.training.disable_cuda_graphs = True
-    del job.model_spec.model.layers[1:]
-    job.model_spec.model.layers[0].moe.routed_experts.inner_experts.swiglu_limit = limit
-    return build(convert(job)).layers["0"].moe.routed_experts.inner_experts
 
 
 def register() -> None:

@@ -49,18 +49,18 @@ from titan_fp8moe.trainer.plan import plain_name
 
 VOCAB = 2048
 # Packages that models import for pictures and for linear attention, which needs a GPU.
-ABSENT = (
-    *("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.v2"),
-    *("torchvision.transforms.v2.functional", "fla", "fla.modules", "fla.modules.conv", "fla.modules.conv.triton"),
-    *("fla.modules.conv.triton.ops", "fla.modules.conv.causal_conv1d", "fla.ops", "fla.ops.gated_delta_rule"),
-    *("fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent"),
+LEAVES = (
+    *("torchvision.io", "torchvision.transforms.v2.functional", "fla.modules.conv.triton.ops"),
+    *("fla.modules.conv.causal_conv1d", "fla.ops.gated_delta_rule.chunk", "fla.ops.gated_delta_rule.fused_recurrent"),
 )
+ABSENT = {leaf.rsplit(".", n)[0] for leaf in LEAVES for n in range(leaf.count(".") + 1)}
 
 
 def gpt_oss() -> torchtitan.trainer.Trainer.Config:
     config = gpt_oss_debugmodel_flex()
     for layer in config.model_spec.model.layers:
-        layer.moe.routed_experts.inner_experts.hidden_dim = 288  # no multiple of 128
+        experts = layer.moe.routed_experts.inner_experts
+        experts.hidden_dim, experts.swiglu_limit = 288, 0.3  # no multiple of 128; clamps
     return config
 
 
