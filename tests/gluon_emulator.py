@@ -144,15 +144,6 @@ class Shared:
         thread.unfenced = True
 
 
-class Descriptor:
-    """A TMA descriptor as a kernel sees it."""
-
-    def __init__(self, descriptor: TensorDescriptor):
-        self.matrix = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
-        self.dtype, self.layout = gemm_launch.GLUON_DTYPE[descriptor.base.dtype], descriptor.layout
-        self.block_shape = descriptor.block_shape
-
-
 # --- asynchronous operations ------------------------------------------------------------------------------------------
 
 thread = threading.local()  # of a partition: WGMMAs and stores in flight, and whether a store awaits a fence
@@ -262,7 +253,7 @@ def warpgroup_mma_wait(pendings: int, deps: list) -> Any:
     return product if product.value is None else product.value
 
 
-def load_tile(desc: Descriptor, place: list, barrier: Barrier, smem: Shared, pred: Any = True) -> None:
+def load_tile(desc: SimpleNamespace, place: list, barrier: Barrier, smem: Shared, pred: Any = True) -> None:
     if not pred:
         return
     row, column = map(int, place)
@@ -271,7 +262,7 @@ def load_tile(desc: Descriptor, place: list, barrier: Barrier, smem: Shared, pre
     barrier.complete(BLOCK * BLOCK)
 
 
-def store_slice(desc: Descriptor, place: list, buffer: Shared) -> None:
+def store_slice(desc: SimpleNamespace, place: list, buffer: Shared) -> None:
     assert not thread.unfenced, "TMA may not see what was stored: fence_async_shared is missing"
     *expert, row, column = map(int, place)
     matrix = desc.matrix[expert[0]] if expert else desc.matrix
@@ -358,7 +349,8 @@ class EmulatedKernel:
     def launch(self, *args: Any, num_warps: int, maxnreg: int, **constants: Any) -> None:
         def seen(arg: Any) -> Any:
             if isinstance(arg, TensorDescriptor):
-                return Descriptor(arg)
+                matrix, dtype = arg.base.as_strided(arg.shape, arg.strides), gemm_launch.GLUON_DTYPE[arg.base.dtype]
+                return SimpleNamespace(matrix=matrix, dtype=dtype, layout=arg.layout, block_shape=arg.block_shape)
             return Pointer.to(arg) if isinstance(arg, Tensor) else arg
 
         counter = inspect.signature(self.function).bind(*args, **constants).arguments["tile_counter"]
