@@ -1,6 +1,7 @@
 """Kernels remember what Triton compiled, for exactly the arguments that Triton would find it for."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -203,13 +204,22 @@ def test_descriptors_are_those_of_tritons_constructor():
         assert got.base is x and list(got.shape) == list(want.shape) and list(got.strides) == list(want.strides)
 
 
-def test_recordings_nest_and_others_see_a_trace():
-    """A trace within a recording adds to its list. Meta tensors, whose launches somebody reads, are no trace."""
-    with launch.recording() as outer:
+def test_recordings_nest_and_threads_record_apart():
+    """A trace within a recording adds to its list. Meta tensors, whose launches somebody reads, are no trace. Another
+    thread may begin or end its own meanwhile."""
+
+    def record():
+        with launch.recording() as launches:
+            launch.launch_probe("meta")
+            return len(launches)
+
+    with launch.recording() as outer, ThreadPoolExecutor(1) as thread:
         with launch.recording() as inner:
             assert inner is outer
         assert launch.is_recording() and launch.is_tracing(torch.empty(1, device="cpu"))
         assert not launch.is_tracing(torch.empty(1, device="meta"))
         assert grouped_mm.is_hopper(BUFFER)
+        assert not thread.submit(launch.is_recording).result()
+        assert thread.submit(record).result() == record() == len(outer) == 1
     assert not launch.is_recording() and not launch.is_tracing(torch.empty(1, device="cpu"))
     assert not grouped_mm.is_hopper(BUFFER)

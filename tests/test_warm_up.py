@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +33,7 @@ from titan_fp8moe import warm_up as command
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch.symmetric import kernels as symmetric
 from titan_fp8moe.kernels import compile as worker
-from titan_fp8moe.kernels import launch, warm_up
+from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.kernels.gemm import forward as forward_gemm
 from titan_fp8moe.kernels.gemm import wgrad
 from titan_fp8moe.layer.group import feed_forward, linear
@@ -290,22 +289,6 @@ def test_a_job_goes_on_without_what_cannot_be_recorded(monkeypatch, caplog):
     monkeypatch.setattr(warm_up, "begin", lambda: told_to(sent))
     warm_up.compile_job([lambda: 1 / 0])
     assert "ZeroDivisionError" in caplog.text and sent == [b""]
-
-
-def test_threads_record_apart():
-    """Each its own launches, also when another begins or ends meanwhile."""
-
-    def record():
-        with launch.recording() as launches:
-            launch.launch_probe("meta")
-            return len(launches)
-
-    with launch.recording() as mine, ThreadPoolExecutor(1) as thread:
-        launch.launch_probe("meta")
-        assert not thread.submit(launch.is_recording).result()
-        assert thread.submit(record).result() == 1 and launch.is_recording()
-        launch.launch_probe("meta")
-    assert len(mine) == 2 and not launch.is_recording()
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
