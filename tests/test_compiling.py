@@ -19,7 +19,6 @@ from experiments.reference import relative_error
 from tests import jobs
 from tests.layer import DEVICE
 from titan_fp8moe.config import Fp8FlowMoEConfig
-from titan_fp8moe.recipe import row_capacity
 from titan_fp8moe.torchtitan import compiling
 from titan_fp8moe.trainer.plan import plain_name
 
@@ -111,17 +110,6 @@ def test_what_compiles_again():
             step(model, tokens_of(batch, batch))
         compiled.append(num_graphs())
     assert compiled == [2, 4, 6, 6, 8, 10, 10]
-
-
-def test_memory_budget_keeps_what_the_experts_save():
-    """In a graph the partitioner would recompute them, whatever ``fp8_flow_moe.recompute`` says."""
-    flags = ["--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.1"]
-    model, saved = make_model(*flags, backend="aot_eager_decomp_partition"), []
-    tokens = tokens_of(2, 0).to(DEVICE)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
-        model(tokens)
-    rows, width = row_capacity(2 * TOKENS * 3, 8), 2 * 256
-    assert saved.count((rows, width)) == 2  # h of each of the two layers
 
 
 @pytest.mark.parametrize(
