@@ -174,27 +174,40 @@ def test_permute_rows(generator, name, from_payload):
         assert got_q.shape == (128, D)
 
 
+def assert_same_sums(got, want):
+    assert torch.equal(got.isnan(), want.isnan())
+    assert_same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("D", "T", "K"), [(128, 0, 2), (1408, 1, 3), (128, 50, 1), (1408, 50, 8)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("K", [1, 8])
 @pytest.mark.parametrize("strided", [False, True])
-def test_unpermute_sum(generator, K, out_dtype, strided):
+def test_sums(generator, D, T, K, out_dtype, strided):
     """Also with an addend, rows of an FFN that serves every token: they join the sums before the one rounding."""
-    M, D, T = 64, 1408, 19
+    M = 64
     y, addend = randn(generator, M, D + 8).bfloat16(), randn(generator, 128, D).bfloat16()
     y = y[:, :D] if strided else y[:, :D].contiguous()
     y[3, 5:8] = torch.tensor([float("inf"), float("nan"), -0.0])
     row_TK, ds = randint(generator, -1, M, T, K).to(torch.int32), randn(generator, M, 1)
-    row_TK[0], row_TK[1], row_TK[2] = -1, 3, 4
+    row_TK[:3] = torch.tensor([-1, 3, 4], device=row_TK.device)[:T, None]
     for more in ((), (addend,)):
         want = recipe.unpermute_sum(y, row_TK, out_dtype, *more)
-        of_gradients = permute.unpermute_gradients(y, ds, row_TK, out_dtype, *more)[0]
+        of_gradients, got_ds = permute.unpermute_gradients(y, ds, row_TK, out_dtype, *more)
         for got in (permute.unpermute_sum(y, row_TK, out_dtype, *more), of_gradients):
-            assert torch.equal(got.isnan(), want.isnan())
-            assert_same_bits(got.nan_to_num(7.0), want.nan_to_num(7.0))
-    assert_same_bits(want[0], addend[0].to(out_dtype))
-    assert permute.unpermute_sum(y, row_TK[:0], out_dtype).shape == (0, D)
+            assert_same_sums(got, want)
+        assert_same_bits(got_ds, torch.where(row_TK < 0, 0, ds[row_TK.long(), 0]))
+    assert_same_bits(want[:1], addend[:1][:T].to(out_dtype))
     for impl in (permute, recipe):  # a rank whose tokens other ranks send
         assert not impl.unpermute_sum(y[:0], torch.full_like(row_TK, -1), out_dtype).any()
+    for of in (ds[:, 0], None):  # as they travel, byte by byte
+        got, want = (impl.pack_combine(y.contiguous(), of, row_TK).view(y.dtype) for impl in (permute, recipe))
+        assert_same_sums(got, want)
+    # By dispatched token: its rank has summed the token's rows, and its score gradients lie next to each other.
+    ds = randn(generator, M, K + 5)[:, :K]
+    encoded = torch.where((row_TK >= 0) & (randint(generator, 0, 2, T, K) > 0), -2 - row_TK, row_TK)
+    got, got_ds = permute.unpermute_gradients(y, ds, encoded, out_dtype)
+    assert_same_sums(got, recipe.unpermute_sum(y, encoded, out_dtype))
+    assert_same_bits(got_ds, torch.where(row_TK < 0, 0, ds[row_TK.long(), torch.arange(K, device=ds.device)]))
 
 
 @pytest.mark.parametrize("E", [1, 5, 64])
@@ -213,37 +226,3 @@ def test_sums_with_a_bias(generator, E, with_score):
     assert_same_bits(permute.unpermute_sum(y, row_TK, torch.float32, None, *bias), want)
     payload = permute.pack_combine(y, None, row_TK, *bias)
     assert_same_bits(payload.view(torch.bfloat16), want.bfloat16())
-
-
-@pytest.mark.parametrize(("D", "C", "K"), [(128, 0, 6), (1408, 1, 6), (128, 45, 1), (1408, 45, 6)])
-@pytest.mark.parametrize("with_ds", [True, False])
-def test_pack_combine(generator, D, C, K, with_ds):
-    M = 128
-    y, ds = randn(generator, M, D).bfloat16(), randn(generator, M)
-    row_CK = randint(generator, -1, M, C, K).to(torch.int32)
-    payload = permute.pack_combine(y, ds if with_ds else None, row_CK)
-    got, got_ds = ops.unpack_combine(payload, D, K)
-    assert_same_bits(got.contiguous(), recipe.unpermute_sum(y, row_CK, torch.bfloat16))
-    if with_ds:
-        want_ds = torch.cat([ds, ds.new_zeros(1)])[row_CK.long()]  # -1: the zero at the end
-        assert_same_bits(got_ds.contiguous(), want_ds)
-        assert (payload[:, 2 * D + 4 * K :] == 0).all()
-    else:
-        assert got_ds is None
-
-
-@pytest.mark.parametrize(("D", "T", "K"), [(128, 0, 2), (1408, 1, 3), (128, 50, 1), (1408, 50, 3)])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-def test_unpermute_gradients(generator, D, T, K, out_dtype):
-    rows = 40
-    dx, ds = randn(generator, rows, D + 8)[:, :D].bfloat16(), randn(generator, rows, 1)
-    index_TK = randint(generator, -1, rows, T, K).to(torch.int32)
-    want = torch.where(index_TK < 0, 0, ds[index_TK.long(), 0])
-    got = permute.unpermute_gradients(dx, ds, index_TK, out_dtype)
-    assert_same_bits(got, (recipe.unpermute_sum(dx, index_TK, out_dtype), want))
-    # By dispatched token: its rank has summed the token's rows, and its score gradients lie next to each other.
-    ds = randn(generator, rows, K + 5)[:, :K]
-    encoded = torch.where((index_TK >= 0) & (randint(generator, 0, 2, T, K) > 0), -2 - index_TK, index_TK)
-    want = torch.where(index_TK < 0, 0, ds[index_TK.long(), torch.arange(K, device=ds.device)])
-    got = permute.unpermute_gradients(dx, ds, encoded, out_dtype)
-    assert_same_bits(got, (recipe.unpermute_sum(dx, encoded, out_dtype), want))
