@@ -202,7 +202,7 @@ def test_one_graph_is_refused_with_the_reason(group):
 @pytest.mark.parametrize(("recompute", "exchanged"), [("activation", True), ("experts", True), ("experts", False)])
 def test_rows_that_are_not_kept_are_freed(group, monkeypatch, recompute, exchanged):
     """Rows in expert order after GEMM 1, in the forward and where the backward repeats it; arrived gradients before the
-    first GEMM after them. Arrived tokens are kept, but not the rank's own once they are sent."""
+    first GEMM after them, their rows after it. Arrived tokens are kept, but not the rank's own once they are sent."""
     with pytest.raises(torch._dynamo.exc.Unsupported):  # Python's calls keep their arguments after that
         torch.compile(torch._dynamo.graph_break, backend="eager", fullgraph=True)()
     config = Fp8FlowMoEConfig(recompute=recompute, dispatch="all_to_all")
@@ -211,7 +211,7 @@ def test_rows_that_are_not_kept_are_freed(group, monkeypatch, recompute, exchang
     # Of each GEMM which of the rows that arrived are there, of those in expert order, and of those that were quantized.
     own, kept, freed = not exchanged, [True] * (1 + again), [False] * (1 + again)
     forward = [[[True], [True], [own]], [[True], [False], [own]]]
-    backward = [[[*kept, False], [*freed, True], [own, False]]] * 4
+    backward = [[[*kept, False], [*freed, first], [own, False]] for first in (True, False, False, False)]
     expected = forward + again * [[[True, True], [False, True], [own, own]]] + backward
     lifetimes = Lifetimes(monkeypatch, PRODUCTS, expected)
     lifetimes.watch("permute_rows", 0)

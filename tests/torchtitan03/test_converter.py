@@ -80,6 +80,8 @@ def test_options_of_the_command_line():
 
 @pytest.mark.parametrize("name, layers", [("qwen3_30b_a3b", 48), ("gpt_oss_120b", 36)])
 def test_the_configs_of_other_models(name: str, layers: int):
+    if name.startswith("gpt_oss") and torch.cuda.is_available():
+        pytest.importorskip("flash_attn_interface", reason="torchtitan's gpt_oss needs FlashAttention 3 on Hopper")
     config = ConfigManager().parse_args([*CONFIG[:-1], name, "--training.disable_cuda_graphs"])
     before = [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()]
     model = start(config)
