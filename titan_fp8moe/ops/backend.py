@@ -29,14 +29,10 @@ def digest(package: Path) -> str:
     return hashlib.sha256(sources).hexdigest()[:16]
 
 
-def tag_graphs() -> None:
-    """Lets graphs in Inductor's cache on disk name these sources: the cache knows ops by name only, and a graph of
-    another version may expect other results of them."""
-    tag = f"{torch.compiler.config.cache_key_tag} titan_fp8moe-{digest(Path(__file__).parents[1])}"
-    patches.put(torch.compiler.config, "cache_key_tag", tag.strip(), checked_on="torch 2.11, 2.13, 2.14 and 2.15")
-
-
-tag_graphs()
+# Graphs in Inductor's cache on disk name these sources: it knows ops by name only, and a graph of another version may
+# expect other results of them.
+_tag = f"{torch.compiler.config.cache_key_tag} titan_fp8moe-{digest(Path(__file__).parents[1])}".strip()
+patches.put(torch.compiler.config, "cache_key_tag", _tag, checked_on="torch 2.13 and 2.14")
 
 
 def with_kernel(reference: Callable[P, R], kernel: Callable[..., Any]) -> Callable[P, R]:
