@@ -164,11 +164,11 @@ def routed(
 
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_what_is_held_beside_all_weight_gradients(recompute: str):
-    """Beside the gradients of large weights are dx, dh and the transposes of dy and a, but no rows of these."""
+    """Beside the gradients of large weights are dx, dh and its and x's transposes, but nothing of GEMM 2."""
     T, D, H, E, top_k = 2048, 512, 256, 64, 2
     _, peak = allocations(lambda: routed(Fp8FlowMoEConfig(recompute=recompute), T, D, H, E, top_k))
     rows, gradients, dx = row_capacity(T * top_k, E), E * 3 * H * D * 2, T * D * 2
-    assert peak == pytest.approx(gradients + dx + rows * (D + 3 * H), rel=0.02)
+    assert peak == pytest.approx(gradients + dx + rows * (D + 4 * H), rel=0.02)
 
 
 @pytest.mark.parametrize(("D", "H"), [(512, 256), (256, 176)])

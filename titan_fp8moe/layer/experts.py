@@ -1,8 +1,8 @@
 """One MoE layer: an autograd function whose forward is one op, and whose backward is two.
 
     forward   x --quantize--> fp8 --send, receive--> expert FFN --send_back, finish, bf16--> sum
-    backward  dy --quantize--> fp8 --send, receive--> gradients of the hidden rows
-              --GEMM 1 dgrad--> --send_back, finish, bf16--> sum; weight gradients meanwhile
+    backward  dy --quantize--> fp8 --send, receive--> gradients of the hidden rows, and of w2
+              --GEMM 1 dgrad--> --send_back, finish, bf16--> sum; gradients of w1 and w3 meanwhile
 
 The two quantizations are the recipe's two casts. A token is quantized once, before it is replicated to its experts. In
 the backward its gradient is the same for all its experts, so it is quantized once as well.
@@ -13,8 +13,8 @@ And FSDP frees and refills the weights around the module that owns them, so all 
 **How PyTorch sees it.** Autograd sees :class:`ExpertsFunction`. FSDP sees the module's call; the parameters are saved,
 never a quantized copy. Per-op checkpointing sees the forward's op (:data:`SAVED_OPS`), keeps its results, and so
 repeats no transfer and no GEMM. A compiled graph holds all three ops, unless the dispatch syncs with the host. The
-backward is two, because a graph frees h behind the first, before weight gradients are made. The first also transposes
-dy and a for w2's gradient, so that their rows end with it.
+backward is two, of GEMM 2 and of GEMM 1: a graph frees h and the rows of dy and a between them, before the larger
+weight gradients are there.
 
 **What is saved** (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -25,7 +25,7 @@ dy and a for w2's gradient, so that their rows end with it.
 
 Shared experts, which serve every token, are an FFN with one group of rows. They read the rows that are quantized for
 the routed experts, and their results join the same sums. They run while sums travel in a forward, and while the
-output's gradient travels in a backward. Weight gradients run while tokens' gradients travel.
+output's gradient travels in a backward.
 """
 
 import zlib
@@ -41,7 +41,7 @@ from titan_fp8moe.dispatch import BACKENDS, Pairs
 from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Returned
 from titan_fp8moe.layer import group, statistics
 from titan_fp8moe.layer.ffn import FFN, WeightGrads
-from titan_fp8moe.layer.lora import NO_LORA, Lora, lora_operands
+from titan_fp8moe.layer.lora import NO_LORA, GemmLora, lora_operands
 from titan_fp8moe.layer.operands import WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import (
     Inputs,
@@ -49,7 +49,6 @@ from titan_fp8moe.layer.saved import (
     Saved,
     gradients_flags,
     halfway_flags,
-    num_saved_h,
     pack,
     saved_flags,
     unpack,
@@ -122,15 +121,14 @@ def _routed_experts_forward(
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
             shared_y, saved_shared = group.group_forward(shared_ffn, shared_rows, shared_operands)
         out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
-    saved = Saved(tokens.state, tokens.routing, arrived, a, generations, saved_shared, hidden)
+    saved = Saved(tokens.state, tokens.routing, arrived, generations, saved_shared, a, hidden)
     return [out, *pack(saved_flags(spec), saved)]
 
 
 def _routed_experts_hidden_gradients(
     dout_TD: Tensor,
     saved: list[Tensor],
-    needs_dx: bool,
-    needs_dbias: bool,
+    needs: list[bool],
     weights: list[Tensor | None],
     shared_weights: list[Tensor | None],
     biases: list[Tensor | None],
@@ -138,14 +136,22 @@ def _routed_experts_hidden_gradients(
     nan_flags: Tensor | None,
     layer: str,
 ) -> list[Tensor]:
-    """The first half of a backward: the layer's second cast, and gradients of the hidden rows, as
-    :class:`titan_fp8moe.layer.ffn.HiddenGradients` of the routed and of any shared experts.
+    """The first half of a backward: the layer's second cast, and the gradients of GEMM 2.
 
-    ``saved``: of the forward. ``needs_dx``, ``needs_dbias``: whether x, or any bias, needs a gradient.
+    Args:
+        saved: of the forward.
+        needs: which of :class:`Inputs` need gradients.
+
+    Returns:
+        The first gradients of :func:`titan_fp8moe.layer.saved.gradients_flags`, and
+        :class:`titan_fp8moe.layer.ffn.HiddenGradients` of the routed and of any shared experts.
     """
     spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[DY]
-    of_forward: Saved = unpack(saved_flags(spec), iter(saved))
-    (T, D), routing, shared = dout_TD.shape, of_forward.routing, None
+    needed, of_forward = Inputs.of(needs, spec.expert.biased), unpack(saved_flags(spec), iter(saved))
+    first, _ = gradients_flags(needed, spec.lora)
+    (T, D), routing, needs_dbias = dout_TD.shape, of_forward.routing, any(needed.biases or ())
+    shared = dw2 = dw2_shared = None
+    adapter_grads: Any = first.adapters
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
     ffn, operands = _ffn(spec, routing, biases, adapters, D), WeightOperands(weights, spec.expert)
     with tokens.guard():
@@ -153,8 +159,10 @@ def _routed_experts_hidden_gradients(
             q, scale, column_scale, _ = ops.quantize_group(dout_TD, nan_flag)
             pending, saved_shared = tokens.send(Rows(q[:T], scale[:T])), of_forward.shared_with_q
             shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, D)
-            shared_operands = WeightOperands(shared_weights, spec.shared_expert)
-            shared = group.group_backward(shared_ffn, saved_shared, shared_operands, Rows(q, column_scale), needs_dx)
+            shared, dw2_shared = group.group_hidden_gradients(
+                shared_ffn, saved_shared, WeightOperands(shared_weights, spec.shared_expert), Rows(q, column_scale),
+                needed.x, first.shared.w2,
+            )  # fmt: skip
             if spec.shared_scored:
                 shared = shared._replace(ds_M=cast(Tensor, shared.ds_M)[:T])
             del q, scale, column_scale
@@ -167,13 +175,18 @@ def _routed_experts_hidden_gradients(
                 hidden = ffn.hidden(tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1]), w13)
             dy = tokens.receive(pending)
             del pending
-            routed = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
-        del dy, w2_t, hidden  # h is freed if it was computed again
+            routed, a = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
+        del w2_t, hidden  # h is freed if it was computed again
         if statistics.collecting() and spec.backward.weights == "trained":
             x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
-            ffn.record(x, routed, operands)
-        routed = ffn.for_dw2(routed)
-    return pack(halfway_flags(spec, needs_dx, needs_dbias), (routed, shared))
+            ffn.record(x, routed.dh, a, dy, operands)
+        if first.weights.w2:
+            dw2 = ffn.w2_grad(dy, a, operands.like.w2)
+        if any(first.adapters):
+            adapter_grads = cast(GemmLora, ffn.lora.w2).grads(cast(Rows, a), dy, routing.offsets_E)
+    of_weights = WeightGrads(None, dw2), WeightGrads(None, dw2_shared)
+    grads = Inputs(None, None, None, None, None, *of_weights, None, adapter_grads)
+    return [*pack(first, grads), *pack(halfway_flags(spec, needed.x, needs_dbias), (routed, shared))]
 
 
 def _routed_experts_gradients(
@@ -188,26 +201,27 @@ def _routed_experts_gradients(
     adapters: list[Tensor],
     layer: str,
 ) -> list[Tensor]:
-    """The second half of a backward: gradients of :class:`Inputs`, of weights as :class:`WeightGrads`.
+    """The second half of a backward: the gradients of GEMM 1, and the last ones of
+    :func:`titan_fp8moe.layer.saved.gradients_flags`.
 
     Args:
-        halfway: what the first half has made.
-        saved: of the forward, without h.
+        halfway: what the first half has left to this one.
+        saved: of the forward, without what is of GEMM 2.
         needs: which of :class:`Inputs` need gradients.
         dim, dtype: D, and the dtype of x.
     """
     spec = decode(LayerSpec, layer)
     needed = Inputs.of(needs, spec.expert.biased)
-    of_forward: Saved = unpack(saved_flags(spec, hidden=False), iter(saved))
+    _, last = gradients_flags(needed, spec.lora)
+    of_forward: Saved = unpack(saved_flags(spec, of_gemm_2=False), iter(saved))
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
-    routed, routing, addend = routed._replace(a=of_forward.a or routed.a), of_forward.routing, shared and shared.dx
+    routing, addend = of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
     with_dx = tokens.returns_gradients(needed.x)
     ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)
     pending, returned, dx_MD = None, Returned(None), None
-    dw: Any = WeightGrads()
-    dw_shared = dw
-    adapter_grads: list[Tensor | None] = [None] * len(needed.adapters)
+    dw13 = dw13_shared = None
+    adapter_grads: Any = last.adapters
     with tokens.guard():
         if with_dx:
             with operands.held:
@@ -217,26 +231,26 @@ def _routed_experts_gradients(
             dx_MD = None
             if not tokens.travels:  # the rows are freed before weight gradients are made
                 returned, pending = tokens.finish(pending, dtype, addend), None
-        if spec.backward.weights != "frozen" and any((*needed.weights, *needed.adapters)):
+        if last.weights.w13 or any(last.adapters):
             x = tokens.arrived_rows(of_forward.arrived, dim, routing.row_TK.shape[1])
-            if any(needed.weights):
-                dw = ffn.weight_grads(x, routed, operands, needed.weights)
-            if any(needed.adapters):
-                found = ffn.lora_grads(x, routed)
-                adapter_grads = [grad for name in Lora._fields for grad in found.get(name, ())]
-        if shared is not None and any(needed.shared):
+            if last.weights.w13:
+                dw13 = ffn.w13_grad(x, routed.dh, operands)
+            if any(last.adapters):
+                of_w13 = cast(GemmLora, ffn.lora.w13)
+                adapter_grads = of_w13.grads(ffn.in_expert_order(x), routed.dh, routing.offsets_E)
+        if last.shared.w13:
             saved_shared = of_forward.shared_with_q
             shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, dim)
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
-            dw_shared = group.group_weight_grads(shared_ffn, saved_shared, shared, shared_operands, needed.shared)
+            dw13_shared = shared_ffn.w13_grad(saved_shared.rows.quantized, shared.dh, shared_operands)
         if pending is not None:
             returned = tokens.finish(pending, dtype, addend)
     ds_T = shared.ds_M.clone() if needed.shared_scores else None
     dbiases: Any = needed.biases
     if ffn.biases and routed.dbias is not None:
         dbiases = ffn.biases.gradients(routed.dbias, dbiases)
-    grads = Inputs(returned.rows_TD, returned.ds_TK, None, None, ds_T, dw, dw_shared, dbiases, adapter_grads)
-    return pack(gradients_flags(needed), grads)
+    of_weights = WeightGrads(dw13), WeightGrads(dw13_shared)
+    return pack(last, Inputs(returned.rows_TD, returned.ds_TK, None, None, ds_T, *of_weights, dbiases, adapter_grads))
 
 
 _forward_op = custom_op(_routed_experts_forward)
@@ -310,18 +324,23 @@ class ExpertsFunction(torch.autograd.Function):
         with weights.on_device() as on_device:
             packed = _packed(ctx, spec, on_device, shared)
             parameters = *packed, biases, adapters
-            needs_dbias = any(needed.biases or ())
-            halfway = _hidden_gradients_op(dout, saved, needed.x, needs_dbias, *parameters, ctx.nan_flags, layer)
-            del saved[len(saved) - num_saved_h(spec.backward, spec.shared) :]  # freed, even if checkpointing kept it
-            flat = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
-        grads = unpack(gradients_flags(needed), iter(flat))
-        dw, dbiases = grads.weights.apart(weights), grads.biases
-        dw_shared = group.matrix_grads(grads.shared, shared) if spec.shared else NO_WEIGHTS
+            flat = iter(_hidden_gradients_op(dout, saved, needs, *parameters, ctx.nan_flags, layer))
+            flags = gradients_flags(needed, spec.lora)
+            first, halfway = unpack(flags[0], flat), list(flat)
+            num_read = spec.backward.num_saved_of_gemm_2
+            num_read += spec.shared_backward.num_saved_of_gemm_2 if spec.shared else 0
+            del saved[len(saved) - num_read :]  # freed, even if checkpointing kept it
+            last = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
+        grads = unpack(flags[1], iter(last))
+        dw, dbiases, dw_shared = grads.weights._replace(w2=first.weights.w2).apart(weights), grads.biases, NO_WEIGHTS
+        if spec.shared:
+            dw_shared = group.matrix_grads(grads.shared._replace(w2=first.shared.w2), shared)
         if ctx.placements is not None:
             of_weights, of_biases = ctx.placements
             dw = ExpertWeights(*map(place_as, dw, of_weights))
             dbiases = dbiases and Biases(*map(place_as, dbiases, of_biases))
-        return *grads._replace(weights=dw, shared=dw_shared, biases=dbiases).flatten(), None
+        adapters = *grads.adapters, *first.adapters
+        return *grads._replace(weights=dw, shared=dw_shared, biases=dbiases, adapters=adapters).flatten(), None
 
 
 def _packed(

@@ -10,10 +10,10 @@ Rows arrive quantized, and the only quantization here is fused into the activati
 ranks: :mod:`titan_fp8moe.layer.experts` and :mod:`titan_fp8moe.layer.group` call the steps in their order::
 
     h = ffn.product(x, w13)                        hidden = ffn.hidden(x, w13), unless it was saved
-    a, hidden = ffn.activate(h)                    grads = ffn.hidden_gradients(dy, hidden, a, w2_t)
-    y = ffn.product(a, w2)                         grads = ffn.for_dw2(grads)
+    a, hidden = ffn.activate(h)                    grads, a = ffn.hidden_gradients(dy, hidden, a, w2_t)
+    y = ffn.product(a, w2)                         dw2 = ffn.w2_grad(dy, a, w2)
                                                    dx = ffn.product(grads.dh, w13_t)
-                                                   dw = ffn.weight_grads(x, grads, operands, needed)
+                                                   dw13 = ffn.w13_grad(x, grads.dh, operands)
 
 The steps are calls of their own for two reasons. Steps that need no row in flight run while tokens travel. And the
 caller drops each tensor after its last use, which no callee could do: an argument lives as long as the call.
@@ -44,21 +44,16 @@ class Hidden(NamedTuple):
 
 
 class HiddenGradients(NamedTuple):
-    """Tensors that the first half of a backward leaves to the second, such as operands of weight gradients.
+    """Tensors that the first half of a backward leaves to the second.
 
     Attributes:
         dh: (M, 2H), the gradient of GEMM 1's output, rows in expert order.
-        dy, a: (M, D), the gradient of the output, and (M, H), GEMM 2's operand, rows in expert order;
-            transposed if :attr:`FFN.transposes_early`. None where weights are frozen. ``a`` does not cross an op if
-            the forward has saved it.
         ds_M: (M,) fp32, of the rows' scores, if they have any.
         dbias: the biases' gradients in one, (E, 2H + D), or None.
         dx: (M, D) bf16, the input's gradient of shared experts, or None.
     """
 
     dh: Rows
-    dy: Rows | None = None
-    a: Rows | None = None
     ds_M: Tensor | None = None
     dbias: Tensor | None = None
     dx: Tensor | None = None
@@ -130,9 +125,9 @@ class FFN(NamedTuple):
 
     def hidden_gradients(
         self, dy: Rows, hidden: Hidden, a: Rows | None, w2_t: Fp8Weight, of_biases: bool = False
-    ) -> HiddenGradients:
-        """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients. ``a``: if
-        the forward has saved it."""
+    ) -> tuple[HiddenGradients, Rows | None]:
+        """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients. ``a``, GEMM
+        2's operand, is made again unless the forward has saved it, or weights are frozen."""
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
         offsets_E, score_M = self.routing.offsets_E, self.routing.score_M
         recompute_a = a is None and self.backward.weights != "frozen"
@@ -142,56 +137,25 @@ class FFN(NamedTuple):
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
             d_MH, *hidden, score_M, offsets_E, self.expert, recompute_a, *biases
         )
-        a, ds_M = Rows(a_q, a_scale) if recompute_a else a, None if score_M is None else ds_M
-        return HiddenGradients(Rows(dh, dh_scale), dy, a, ds_M, dbias[0] if dbias else None)
+        grads = HiddenGradients(Rows(dh, dh_scale), None if score_M is None else ds_M, dbias[0] if dbias else None)
+        return grads, Rows(a_q, a_scale) if recompute_a else a
 
-    @property
-    def transposes_early(self) -> bool:
-        """Whether :meth:`for_dw2` transposes: not where adapters or a bf16 product read the rows, nor where the forward
-        has saved those of a."""
-        backward = self.backward
-        reads_rows = backward.wgrad == "bf16" or backward.recompute == "none" or self.lora is not NO_LORA
-        return backward.weights == "trained" and not reads_rows
+    def w2_grad(self, dy: Rows, a: Rows | None, like: Tensor) -> Tensor:
+        """The gradient of w2, which is like ``like``. ``dy``, ``a``: rows in expert order."""
+        return weight_grads(dy, cast(Rows, a), None, self.routing.offsets_E, self.backward.wgrad, (like,))
 
-    def for_dw2(self, grads: HiddenGradients) -> HiddenGradients:
-        """``grads`` with dy and a as w2's gradient reads them: transposed in the first half of a backward, so that the
-        rows are freed before all weight gradients are there."""
-        if not self.transposes_early:
-            return grads
-        dy, a = cast(Rows, grads.dy), cast(Rows, grads.a)
-        a_t, a_t_scale, *dy_t = ops.transpose_pair(*a, *dy, self.routing.offsets_E, self.backward.wgrad)
-        return grads._replace(dy=Rows(*dy_t), a=Rows(a_t, a_t_scale))
-
-    def weight_grads(
-        self, x: Rows, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
-    ) -> WeightGrads:
-        """Gradients of the weights, in their dtype, bf16 or fp32.
+    def w13_grad(self, x: Rows, dh: Rows, operands: WeightOperands) -> Tensor:
+        """The gradients of GEMM 1's weights in one.
 
         Args:
             x: the rows that GEMM 1's were permuted from, one per token. The transpose gathers from them, so that no
                 token is kept once per expert.
             operands: of the weights.
-            needed: which of the gradients to compute. w1's and w3's come together.
         """
-        mode, offsets_E, like = self.backward.wgrad, self.routing.offsets_E, operands.like
-        dw13 = dw2 = None
-        if needed.w1 or needed.w3:
-            rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
-            gate_up = (like.w1,) if like.w3 is None else (like.w1, like.w3)
-            dw13 = weight_grads(grads.dh, rows, token_M, offsets_E, mode, gate_up, len(operands.groups[0]))
-        if needed.w2:
-            dy, a = cast(Rows, grads.dy), cast(Rows, grads.a)
-            dw2 = weight_grads(dy, a, None, offsets_E, mode, (like.w2,), transposed=self.transposes_early)
-        return WeightGrads(dw13, dw2)
-
-    def lora_grads(self, x: Rows, grads: HiddenGradients) -> dict[str, tuple[Tensor, Tensor]]:
-        """Gradients of the adapters' A and B, by weight. ``x``: as in :meth:`weight_grads`."""
-        w13, w2, offsets_E, result = self.lora.w13, self.lora.w2, self.routing.offsets_E, {}
-        if w13 is not None:
-            result = w13.grads(self.in_expert_order(x), grads.dh, offsets_E)
-        if w2 is not None:
-            result |= w2.grads(cast(Rows, grads.a), cast(Rows, grads.dy), offsets_E)
-        return result
+        mode, (w1, _, w3) = self.backward.wgrad, operands.like
+        rows, token_M = (self.in_expert_order(x), None) if mode == "bf16" else (x, self.routing.token_M)
+        gate_up, parts = (w1,) if w3 is None else (w1, w3), len(operands.groups[0])
+        return weight_grads(dh, rows, token_M, self.routing.offsets_E, mode, gate_up, parts)
 
     def in_expert_order(self, x: Rows) -> Rows:
         if self.routing.token_M is None:  # one group
@@ -199,15 +163,15 @@ class FFN(NamedTuple):
         T = self.routing.row_TK.shape[0]  # where shared experts read the same rows, others pad their group
         return in_expert_order(Rows(x.q[:T], x.scale[:T]), self.routing)
 
-    def record(self, x: Rows, grads: HiddenGradients, operands: WeightOperands) -> None:
-        """Counts operands for :mod:`titan_fp8moe.layer.statistics`. Arguments as of :meth:`weight_grads`; ``grads``
-        holds rows still."""
+    def record(self, x: Rows, dh: Rows, a: Rows | None, dy: Rows, operands: WeightOperands) -> None:
+        """Counts operands of weight gradients for :mod:`titan_fp8moe.layer.statistics`. ``x``: as of
+        :meth:`w13_grad`."""
         _, D, H = operands.like.w2.shape
         columns = self.expert.rows_per_unit * H
         parts = 1 if self.expert.interleaved else self.expert.rows_per_unit
         pairs = [
-            (("x", self.in_expert_order(x), 1, D), ("dh", grads.dh, parts, columns // parts)),
-            (("a", cast(Rows, grads.a), 1, H), ("dy", cast(Rows, grads.dy), 1, D)),
+            (("x", self.in_expert_order(x), 1, D), ("dh", dh, parts, columns // parts)),
+            (("a", cast(Rows, a), 1, H), ("dy", dy, 1, D)),
         ]
         offsets_E, token_M = self.routing.offsets_E, self.routing.token_M
         statistics.record(pairs, operands.groups, offsets_E, token_M, self.backward.wgrad)
@@ -221,7 +185,6 @@ def weight_grads(
     mode: str,
     weights: Sequence[Tensor],
     parts: int = 1,
-    transposed: bool = False,
 ) -> Tensor:
     """dW = dy^T x per expert, of all weights that dy's columns belong to.
 
@@ -232,7 +195,6 @@ def weight_grads(
         mode: ``wgrad`` of the settings.
         weights: one or two (E, N_i, K_i), alike in shape and dtype.
         parts: the matrices along N, each of which the operands pad.
-        transposed: dy and x are those of :func:`titan_fp8moe.ops.transpose_pair`, (N, M) and (K, M).
 
     Returns:
         The gradient (E, N_i, K_i) of a single weight, or those of two in one (2E, N_i, K_i), in the weights' dtype. A
@@ -246,8 +208,7 @@ def weight_grads(
     if mode == "bf16":
         grads = _bf16_product(dy, x, offsets_E, *result)
     else:
-        operands = (*x, *dy) if transposed else ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
-        x_t, x_t_scale, dy_t, dy_t_scale = operands
+        x_t, x_t_scale, dy_t, dy_t_scale = ops.transpose_pair(*x, *dy, offsets_E, mode, token_M)
         grads = ops.grouped_mm_wgrad(dy_t, dy_t_scale, x_t, x_t_scale, offsets_E, *result)
     return grads.transpose(1, 2) if layout == "transposed" else grads
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 import titan_fp8moe.layer.experts  # noqa: F401  defines the ops, with those of group.py
-from titan_fp8moe.layer.saved import Inputs, LayerSpec, halfway_flags, unpack
+from titan_fp8moe.layer.saved import Inputs, LayerSpec, gradients_flags, halfway_flags, unpack
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, padded, row_capacity
 from titan_fp8moe.spec import BackwardSpec, decode
@@ -34,28 +34,22 @@ def _group_flops(x_shape, weights, *_: Any, **__: Any) -> int:
 
 
 def _hidden_flops(
-    rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec, with_dx: bool = False
+    rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec, with_dw2: bool, with_dx: bool = False
 ) -> int:
     """FLOPs of the first half of an FFN's backward, which makes the input's gradient of one group of rows."""
-    products = with_dx + (not backward.keeps_hidden)
-    return _product_flops(rows, weights[1:2]) + products * _product_flops(rows, _gate_up(weights))
+    of_w13 = with_dx + (not backward.keeps_hidden)
+    return (1 + with_dw2) * _product_flops(rows, weights[1:2]) + of_w13 * _product_flops(rows, _gate_up(weights))
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.feed_forward_hidden_gradients)
-def _ffn_hidden_flops(dy_shape, saved, needs_dx, dtype, weights, nan_flags, backward, **_: Any) -> int:
-    return _hidden_flops(group_rows(dy_shape[0]), weights, decode(BackwardSpec, backward), needs_dx)
-
-
-def _wgrad_flops(rows: int, weights: Sequence[torch.Size | None], needed: Sequence[Any]) -> int:
-    """FLOPs of an FFN's weight gradients. ``needed``: of w1, w2 and w3."""
-    w1, w2, w3 = needed
-    of_w13 = _product_flops(rows, _gate_up(weights)) if w1 or w3 else 0
-    return of_w13 + (_product_flops(rows, weights[1:2]) if w2 else 0)
+def _ffn_hidden_flops(dy_shape, saved, needs, dtype, weights, nan_flags, backward, **_: Any) -> int:
+    needs_dx, needs_dw2 = needs
+    return _hidden_flops(group_rows(dy_shape[0]), weights, decode(BackwardSpec, backward), needs_dw2, needs_dx)
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.feed_forward_weight_grads)
-def _ffn_wgrad_flops(halfway, saved, needs, weights, backward, **_: Any) -> int:
-    return _wgrad_flops(halfway[0][0], weights, needs)  # dh comes first, in rows
+def _ffn_wgrad_flops(halfway, saved, weights, backward, **_: Any) -> int:
+    return _product_flops(halfway[0][0], _gate_up(weights))  # dh comes first
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.linear_backward)
@@ -75,13 +69,15 @@ def _forward_flops(
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.routed_experts_hidden_gradients)
-def _layer_hidden_flops(
-    dout, saved, needs_dx, needs_dbias, weights, shared_weights, biases, adapters, flags, layer, out_shape
-) -> int:
+def _layer_hidden_flops(dout, saved, needs, weights, shared_weights, biases, adapters, flags, layer, out_shape) -> int:
     spec = decode(LayerSpec, layer)
-    flops = _hidden_flops(out_shape[0][0], weights, spec.backward)
+    needed = Inputs.of(needs, spec.expert.biased)
+    outputs = iter(out_shape)
+    unpack(gradients_flags(needed, spec.lora)[0], outputs)
+    flops = _hidden_flops(next(outputs)[0], weights, spec.backward, needed.weights.w2)  # dh's rows
     if spec.shared:
-        flops += _hidden_flops(group_rows(dout[0]), shared_weights, spec.shared_backward, needs_dx)
+        of_group = spec.shared_backward, needed.shared.w2, needed.x
+        flops += _hidden_flops(group_rows(dout[0]), shared_weights, *of_group)
     return flops
 
 
@@ -92,7 +88,7 @@ def _gradients_flops(
     spec = decode(LayerSpec, layer)
     needed = Inputs.of(needs, spec.expert.biased)
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
-    rows = routed.dh.q[0]
-    flops = _product_flops(rows, _gate_up(weights)) if needed.x else 0
-    flops += _wgrad_flops(rows, weights, needed.weights)
-    return flops + (_wgrad_flops(shared.dh.q[0], shared_weights, needed.shared) if shared else 0)
+    _, last = gradients_flags(needed, spec.lora)
+    products = needed.x + last.weights.w13
+    flops = products * _product_flops(routed.dh.q[0], _gate_up(weights))
+    return flops + (last.shared.w13 * _product_flops(shared.dh.q[0], _gate_up(shared_weights)) if shared else 0)

@@ -5,10 +5,10 @@
 
 :func:`feed_forward` and :func:`linear` quantize their input and their output's gradient themselves, once each. The
 shared experts of a MoE layer read the rows that are quantized for the routed ones: :mod:`titan_fp8moe.layer.experts`
-calls :func:`group_forward`, :func:`group_backward` and :func:`group_weight_grads` with these rows.
+calls :func:`group_forward` and :func:`group_hidden_gradients` with these rows.
 
-A forward is one op, for per-op activation checkpointing. An FFN's backward is two, so that a graph can free h before
-weight gradients are made.
+A forward is one op, for per-op activation checkpointing. An FFN's backward is two, as a layer's: the second makes the
+gradients of GEMM 1's weights.
 """
 
 from typing import Any, cast
@@ -28,10 +28,8 @@ from titan_fp8moe.layer.saved import (
     SavedGroup,
     group_flags,
     hidden_gradients_flags,
-    num_saved_h,
     pack,
     unpack,
-    weight_grads_flags,
 )
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
@@ -54,30 +52,26 @@ def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[
     with operands.held:
         (w13, w2), generations = operands.of_forward()
         a, hidden = ffn.activate(ffn.product(rows.quantized, w13))
-        return ffn.product(a, w2, None, ffn.dim), SavedGroup(rows, a, generations, hidden)
+        return ffn.product(a, w2, None, ffn.dim), SavedGroup(rows, generations, a, hidden)
 
 
-def group_backward(ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Rows, with_dx: bool) -> HiddenGradients:
-    """The first half of a backward, which makes the gradient of the rows (R, D) bf16, if asked. ``dy``: of the
-    output."""
+def group_hidden_gradients(
+    ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Rows, with_dx: bool, with_dw2: bool
+) -> tuple[HiddenGradients, Tensor | None]:
+    """The first half of a backward: of the rows (R, D) bf16 and of w2 as well, if asked. ``dy``: of the output."""
     x = saved.rows.quantized
     with operands.held:
         hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.generations))
-        grads = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.generations))
+        grads, a = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.generations))
         del hidden  # h is freed after its last use
         if statistics.collecting() and ffn.backward.weights == "trained":
-            ffn.record(x, grads, operands)
-        grads = ffn.for_dw2(grads)
-        if not with_dx:
-            return grads
-        return grads._replace(dx=ffn.product(grads.dh, operands.transposed(0, saved.generations), None, ffn.dim))
-
-
-def group_weight_grads(
-    ffn: FFN, saved: SavedGroup, grads: HiddenGradients, operands: WeightOperands, needed: ExpertWeights
-) -> WeightGrads:
-    """The second half of a backward, whose first made ``grads``."""
-    return ffn.weight_grads(saved.rows.quantized, grads._replace(a=saved.a or grads.a), operands, needed)
+            ffn.record(x, grads.dh, a, dy, operands)
+        dw2 = ffn.w2_grad(dy, a, operands.like.w2) if with_dw2 else None
+        del a
+        if with_dx:
+            dx = ffn.product(grads.dh, operands.transposed(0, saved.generations), None, ffn.dim)
+            grads = grads._replace(dx=dx)
+    return grads, dw2
 
 
 def matrix_grads(grads: WeightGrads, matrices: ExpertWeights) -> ExpertWeights:
@@ -103,34 +97,33 @@ def _feed_forward(
 def _feed_forward_hidden_gradients(
     dy_TD: Tensor,
     saved: list[Tensor],
-    needs_dx: bool,
+    needs: list[bool],
     dtype: torch.dtype,
     weights: list[Tensor | None],
     nan_flags: Tensor | None,
     backward: str,
 ) -> list[Tensor]:
-    """The first half of a backward: the input's gradient (T, D) in ``dtype`` if it is needed, and
+    """The first half of a backward: the gradients of the input (T, D) in ``dtype`` and of w2, if they are needed, and
     :class:`titan_fp8moe.layer.ffn.HiddenGradients`. ``saved``: of the forward."""
-    spec = decode(BackwardSpec, backward)
+    spec, (needs_dx, needs_dw2) = decode(BackwardSpec, backward), needs
     q, _, scale, _ = ops.quantize_group(dy_TD, None if nan_flags is None else nan_flags[DY])
     operands = WeightOperands(weights)
     of_forward = unpack(group_flags(spec, bool(operands.kept)), iter(saved))
     ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, dy_TD.shape[1])
-    grads = group_backward(ffn, of_forward, operands, Rows(q, scale), needs_dx)
+    grads, dw2 = group_hidden_gradients(ffn, of_forward, operands, Rows(q, scale), needs_dx, needs_dw2)
     dx = [cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype)] if needs_dx else []
-    return [*dx, *pack(hidden_gradients_flags(spec, False), grads)]
+    return [*dx, *([] if dw2 is None else [dw2]), *pack(hidden_gradients_flags(False), grads)]
 
 
 def _feed_forward_weight_grads(
-    halfway: list[Tensor], saved: list[Tensor], needs: list[bool], weights: list[Tensor | None], backward: str
-) -> list[Tensor]:
-    """The second half: :class:`titan_fp8moe.layer.ffn.WeightGrads`. ``saved``: of the forward, without h."""
-    spec, needed = decode(BackwardSpec, backward), ExpertWeights(*needs)
-    operands = WeightOperands(weights)
-    of_forward = unpack(group_flags(spec, bool(operands.kept), hidden=False), iter(saved))
-    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, None)
-    grads = unpack(hidden_gradients_flags(spec, False), iter(halfway))
-    return pack(weight_grads_flags(needed), group_weight_grads(ffn, of_forward, grads, operands, needed))
+    halfway: list[Tensor], saved: list[Tensor], weights: list[Tensor | None], backward: str
+) -> Tensor:
+    """The second half: the gradients of GEMM 1's weights in one. ``saved``: of the forward, without what is of GEMM
+    2."""
+    spec, operands = decode(BackwardSpec, backward), WeightOperands(weights)
+    of_forward = unpack(group_flags(spec, bool(operands.kept), of_gemm_2=False), iter(saved))
+    grads = unpack(hidden_gradients_flags(False), iter(halfway))
+    return ffn_of_group(of_forward.rows, SWIGLU, spec, None).w13_grad(of_forward.rows.quantized, grads.dh, operands)
 
 
 _feed_forward_op = custom_op(_feed_forward)
@@ -155,14 +148,14 @@ class _FeedForward(torch.autograd.Function):
         w1, w2, w3, *saved = ctx.saved_tensors
         matrices, saved = ExpertWeights(w1, w2, w3), list(saved)  # torch 2.11's Dynamo takes a starred name for a tuple
         packed = pack_weights(one_expert(matrices), ctx.copies, spec.weights == "frozen")
-        halfway = _hidden_gradients_op(dy, saved, needs[0], ctx.x_dtype, packed, ctx.nan_flags, encode(spec))
-        dx = halfway[0] if needs[0] else None
-        if not any(needs[1:4]):
-            return dx, *[None] * 7
-        del saved[len(saved) - num_saved_h(spec) :]
-        grads = _weight_grads_op(halfway[1:] if needs[0] else halfway, saved, [*needs[1:4]], packed, encode(spec))
-        found = unpack(weight_grads_flags(ExpertWeights(*needs[1:4])), iter(grads))
-        return dx, *matrix_grads(found, matrices), None, None, None, None
+        needs_x, needs_w13, needs_w2 = needs[0], needs[1] or needs[3], needs[2]
+        first = [needs_x, needs_w2]
+        flat = iter(_hidden_gradients_op(dy, saved, first, ctx.x_dtype, packed, ctx.nan_flags, encode(spec)))
+        (dx, dw2), halfway, dw13 = unpack(first, flat), list(flat), None
+        if needs_w13:
+            del saved[len(saved) - spec.num_saved_of_gemm_2 :]
+            dw13 = _weight_grads_op(halfway, saved, packed, encode(spec))
+        return dx, *matrix_grads(WeightGrads(dw13, dw2), matrices), None, None, None, None
 
 
 def feed_forward(

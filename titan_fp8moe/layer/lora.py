@@ -71,10 +71,21 @@ class LoraSpec(NamedTuple):
     scales: tuple[float | None, ...]
     fused: bool
 
+    @property
+    def num_of_gemm_1(self) -> int:
+        """How many of the tensors are of w1 and w3; these come first."""
+        w1, _, w3 = self.scales
+        return 2 * ((w1 is not None) + (w3 is not None))
+
     def adapters(self, tensors: Sequence[Tensor]) -> Lora:
         """The inverse of :func:`split_lora`."""
-        pairs = zip(tensors[::2], tensors[1::2], strict=True)
-        return Lora(*(None if scale is None else Adapter(*next(pairs), scale) for scale in self.scales))
+        pairs, scales = zip(tensors[::2], tensors[1::2], strict=True), dict(zip(Lora._fields, self.scales, strict=True))
+        return Lora(**{
+            name: Adapter(*next(pairs), scale) for name in _BY_GEMM if (scale := scales[name]) is not None
+        })  # fmt: skip
+
+
+_BY_GEMM = "w1", "w3", "w2"
 
 
 def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, list[Tensor]]:
@@ -83,7 +94,7 @@ def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, 
     Raises:
         ValueError: for adapters that do not fit the weights.
     """
-    present = {name: adapter for name, adapter in zip(Lora._fields, lora, strict=True) if adapter is not None}
+    present = {name: adapter for name in _BY_GEMM if (adapter := getattr(lora, name)) is not None}
     for name, adapter in present.items():
         _check_adapter(name, adapter, weights[Lora._fields.index(name)])
     scales = tuple(None if adapter is None else float(constant(adapter.scale)) for adapter in lora)
@@ -113,12 +124,12 @@ class GemmLora(NamedTuple):
     Attributes:
         A: (E, R, K), K padded as the quantized weight's, R to a multiple of :data:`titan_fp8moe.ops.lora.RANK_STEP`.
         B: (E, N, R), times the scales. N holds ``each`` matrices of every weight, which are padded.
-        adapters: by weight, in the order in which the operand holds the weights; None for one without.
+        adapters: of each weight, in the order in which the operand holds them; None for one without.
     """
 
     A: Tensor
     B: Tensor
-    adapters: dict[str, Adapter | None]
+    adapters: list[Adapter | None]
     each: int
 
     @property
@@ -126,26 +137,26 @@ class GemmLora(NamedTuple):
         """For the gradient of the GEMM's input."""
         return self._replace(A=self.B.transpose(1, 2), B=self.A.transpose(1, 2))
 
-    def parts(self, a_ERK: Tensor, b_ENR: Tensor) -> Iterator[tuple[str, Adapter, Tensor, Tensor]]:
+    def parts(self, a_ERK: Tensor, b_ENR: Tensor) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
         """Each adapter, and what is its own of A (E, r, K) and of B (E, each, rows, r)."""
         first, b = 0, b_ENR.unflatten(1, (len(self.adapters), self.each, -1))
-        for at, (name, adapter) in enumerate(self.adapters.items()):
+        for at, adapter in enumerate(self.adapters):
             if adapter is not None:
                 _, r, K = adapter.A.shape
                 ranks, rows = slice(first, first + r), adapter.B.shape[1] // self.each
-                yield name, adapter, a_ERK[:, ranks, :K], b[:, at, :, :rows, ranks]
+                yield adapter, a_ERK[:, ranks, :K], b[:, at, :, :rows, ranks]
                 first += r
 
-    def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Gradients of A and B by weight, each in its tensor's dtype.
+    def grads(self, x: Rows, dy: Rows, offsets_E: Tensor) -> list[Tensor]:
+        """Gradients of A and B of each weight, in their dtypes.
 
         Args:
             x: the GEMM's input; dy: the gradient of its output; both in expert order.
         """
-        grads = {}
-        for name, (A, B, scale), a, b in self.parts(*ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)):
+        grads = []
+        for (A, B, scale), a, b in self.parts(*ops.low_rank_grads(*x, *dy, self.A, self.B, offsets_E)):
             a = a.to(A.dtype).clone(memory_format=torch.contiguous_format)
-            grads[name] = a, b.flatten(1, 2).to(B.dtype) * scale
+            grads += [a, b.flatten(1, 2).to(B.dtype) * scale]
         return grads
 
 
@@ -164,15 +175,15 @@ NO_LORA = LoraOperands()
 def lora_operands(spec: LoraSpec, tensors: Sequence[Tensor], expert: ExpertSpec) -> LoraOperands:
     """The operands of adapters that :func:`split_lora` took apart."""
     adapters = spec.adapters(tensors)
-    gate_up = dict(w1=adapters.w1) if spec.fused else dict(w1=adapters.w1, w3=adapters.w3)
+    gate_up = [adapters.w1] if spec.fused else [adapters.w1, adapters.w3]
     w13 = _join(gate_up, each=2 if spec.fused and expert.gated and not expert.interleaved else 1)
-    w2 = _join(dict(w2=adapters.w2), each=1)
+    w2 = _join([adapters.w2], each=1)
     return LoraOperands(w13, w2, w13 and w13.transposed, w2 and w2.transposed)
 
 
-def _join(adapters: dict[str, Adapter | None], each: int) -> GemmLora | None:
+def _join(adapters: list[Adapter | None], each: int) -> GemmLora | None:
     """The adapters of a GEMM, unless it has none."""
-    present = [adapter for adapter in adapters.values() if adapter is not None]
+    present = [adapter for adapter in adapters if adapter is not None]
     if not present:
         return None
     A, B, _ = present[0]
@@ -181,7 +192,7 @@ def _join(adapters: dict[str, Adapter | None], each: int) -> GemmLora | None:
     joined_A = A.new_zeros(E, R, padded(K), dtype=torch.bfloat16)
     joined_B = B.new_zeros(E, len(adapters) * each * rows, R, dtype=torch.bfloat16)
     joined = GemmLora(joined_A, joined_B, adapters, each)
-    for _, adapter, a, b in joined.parts(joined_A, joined_B):
+    for adapter, a, b in joined.parts(joined_A, joined_B):
         a.copy_(adapter.A)
         b.copy_((adapter.B * adapter.scale).unflatten(1, (each, -1)))
     return joined

@@ -5,8 +5,8 @@ tensors cross: it returns the record with a flag in place of each. :func:`pack` 
 depth first.
 
 A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. From both the
-first op of a backward makes :class:`HiddenGradients`, and from all of these the second makes gradients, as
-:class:`Inputs`.
+first op of a backward makes gradients of GEMM 2's parameters and :class:`HiddenGradients`, and from all of these the
+second makes the other gradients. Both return theirs as :class:`Inputs`.
 """
 
 import functools
@@ -91,42 +91,43 @@ _GENERATIONS: Any = (True, True)  # of w13 and w2
 
 
 class SavedGroup(NamedTuple):
-    """The tensors that the forward of an FFN with one group of rows keeps for its backward. ``hidden`` is the last: a
-    backward cuts it off the flat list after its first op.
+    """The tensors that the forward of an FFN with one group of rows keeps for its backward. The last two are of GEMM 2:
+    a backward cuts them off the flat list after its first op.
 
     Attributes:
         rows: its input. Shared experts without expert parallelism have its q from ``arrived`` of :class:`Saved`.
-        a: GEMM 2's operand, with recompute = "none" and trained weights.
         generations: of the copies of weights that the forward read, where a module keeps any.
+        a: GEMM 2's operand, with recompute = "none" and trained weights.
         hidden: h, unless recompute = "experts".
     """
 
     rows: GroupRows
-    a: Rows | None
     generations: list[Tensor] | None
+    a: Rows | None
     hidden: Hidden | None
 
 
 class Saved(NamedTuple):
     """The tensors that a layer's forward keeps for its backward, or None.
 
-    The last ones are h of shared and of routed experts: a backward cuts them off the flat list after its first op.
+    The last ones are of GEMM 2, of shared and of routed experts: a backward cuts them off the flat list after its first
+    op.
 
     Attributes:
         state: the dispatch's, from which its backward is resumed.
         routing: of the rows in expert order.
         arrived: one quantized row per token that arrived, or its payload, for GEMM 1 again and dW1. None where
             weights are frozen, unless recompute = "experts".
-        a, generations, hidden: as of :class:`SavedGroup`.
+        generations, a, hidden: as of :class:`SavedGroup`.
         shared: of the shared experts.
     """
 
     state: Any
     routing: Routing
     arrived: Any
-    a: Rows | None
     generations: list[Tensor] | None
     shared: SavedGroup | None
+    a: Rows | None
     hidden: Hidden | None
 
     @property
@@ -138,44 +139,38 @@ class Saved(NamedTuple):
         return shared._replace(rows=shared.rows._replace(q=self.arrived.q))
 
 
-def _hidden_flags(backward: BackwardSpec) -> Any:
-    return Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
+def _gemm_2_flags(backward: BackwardSpec) -> dict[str, Any]:
+    """Of ``a`` and ``hidden``."""
+    hidden = Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
+    return dict(a=_ROWS if backward.keeps_operand else None, hidden=hidden)
 
 
 @functools.cache
 def group_flags(
-    backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, hidden: bool = True
+    backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, of_gemm_2: bool = True
 ) -> SavedGroup:
-    """A :class:`SavedGroup` of flags; without ``hidden`` what is left after the backward's first op."""
+    """A :class:`SavedGroup` of flags; without ``of_gemm_2`` what is left after the backward's first op."""
     keeps: Any = backward.keeps_rows
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
-    h = _hidden_flags(backward) if hidden else None
-    return SavedGroup(rows, _ROWS if backward.keeps_operand else None, _GENERATIONS if kept else None, h)
+    last = _gemm_2_flags(backward) if of_gemm_2 else dict(a=None, hidden=None)
+    return SavedGroup(rows, _GENERATIONS if kept else None, **last)
 
 
 @functools.cache
-def saved_flags(spec: LayerSpec, hidden: bool = True) -> Saved:
-    """A :class:`Saved` of flags; without ``hidden`` what is left after the backward's first op."""
+def saved_flags(spec: LayerSpec, of_gemm_2: bool = True) -> Saved:
+    """A :class:`Saved` of flags; without ``of_gemm_2`` what is left after the backward's first op."""
     kind, backward, shared = BACKENDS[spec.route.backend], spec.backward, None
     if spec.shared:
         shares_q = backward.keeps_rows and not kind.travels
-        shared = group_flags(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, hidden)
+        shared = group_flags(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, of_gemm_2)
     return Saved(
         state=_all(kind.State),
         routing=_all(Routing),
         arrived=_all(kind.Arrived) if backward.keeps_rows else None,
-        a=_ROWS if backward.keeps_operand else None,
         generations=_GENERATIONS if spec.kept else None,
         shared=shared,
-        hidden=_hidden_flags(backward) if hidden else None,
+        **(_gemm_2_flags(backward) if of_gemm_2 else dict(a=None, hidden=None)),
     )
-
-
-def num_saved_h(backward: BackwardSpec, shared: str = "") -> int:
-    """How many of the saved tensors are h, of an FFN and of any shared experts."""
-    if backward.recompute == "experts":
-        return 0
-    return (2 if backward.save_h == "fp8" else 1) * (2 if shared else 1)
 
 
 # --- what a backward hands over ---------------------------------------------------------------------------------------
@@ -191,8 +186,8 @@ class Inputs(NamedTuple):
     topk_ids: Any = None
     nan_flags: Any = None
     shared_scores: Any = None
-    weights: ExpertWeights = NO_WEIGHTS
-    shared: ExpertWeights = NO_WEIGHTS
+    weights: Any = NO_WEIGHTS  # gradients from an op are WeightGrads
+    shared: Any = NO_WEIGHTS
     biases: Biases | None = None
     adapters: Any = ()  # a sequence
 
@@ -208,28 +203,24 @@ class Inputs(NamedTuple):
         return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
 
 
-def hidden_gradients_flags(backward: BackwardSpec, scored: bool, **more: Any) -> HiddenGradients:
-    """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags, without an ``a`` that the forward has saved.
-    ``more``: its last fields."""
-    operand = None if backward.weights == "frozen" else _ROWS
-    return HiddenGradients(_ROWS, operand, None if backward.keeps_operand else operand, cast(Any, scored), **more)
+def hidden_gradients_flags(scored: bool, **more: Any) -> HiddenGradients:
+    """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags. ``more``: its last fields."""
+    return HiddenGradients(_ROWS, cast(Any, scored), **more)
 
 
 @functools.cache
 def halfway_flags(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> tuple[HiddenGradients, HiddenGradients | None]:
     """Flags of what a layer's backward has between its two ops, of the routed experts and of any shared ones."""
-    routed = hidden_gradients_flags(spec.backward, True, dbias=needs_dbias)
-    shared = hidden_gradients_flags(spec.shared_backward, spec.shared_scored, dx=needs_dx) if spec.shared else None
-    return routed, shared
+    routed = hidden_gradients_flags(True, dbias=needs_dbias)
+    return routed, hidden_gradients_flags(spec.shared_scored, dx=needs_dx) if spec.shared else None
 
 
-def gradients_flags(needs: Inputs) -> Inputs:
-    """Flags of the gradients that the second op of a backward makes, of weights a
-    :class:`titan_fp8moe.layer.ffn.WeightGrads`."""
-    weights, shared = cast(Any, weight_grads_flags(needs.weights)), cast(Any, weight_grads_flags(needs.shared))
-    return needs._replace(weights=weights, shared=shared, adapters=tuple(needs.adapters))
-
-
-def weight_grads_flags(needs: ExpertWeights) -> WeightGrads:
-    """A :class:`titan_fp8moe.layer.ffn.WeightGrads` of flags, for an FFN of whose weights these are needed."""
-    return WeightGrads(needs.w1 or needs.w3, needs.w2)
+def gradients_flags(needs: Inputs, lora: LoraSpec | None) -> tuple[Inputs, Inputs]:
+    """Flags of the gradients that each op of a backward makes, of weights a
+    :class:`titan_fp8moe.layer.ffn.WeightGrads`: the first those of w2 and its adapter, the second the others."""
+    (w1, w2, w3), (shared_w1, shared_w2, shared_w3) = needs.weights, needs.shared
+    adapters, num_first = tuple(needs.adapters), lora.num_of_gemm_1 if lora else 0
+    of_gemm_2 = WeightGrads(None, w2), WeightGrads(None, shared_w2), None, adapters[num_first:]
+    of_gemm_1 = dict(weights=WeightGrads(w1 or w3), shared=WeightGrads(shared_w1 or shared_w3))
+    last = needs._replace(**of_gemm_1, adapters=adapters[:num_first])
+    return Inputs(None, None, None, None, None, *of_gemm_2), last

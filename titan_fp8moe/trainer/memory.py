@@ -342,8 +342,8 @@ def dense(job: Job, ffn: Any, joins: bool = False) -> Part:
         return Part(size * (4 * hidden + D), 0, size * 2 * hidden)
     rows, has_rows = group_rows(job.tokens), not joins or job.dims.ep > 1
     kept = rows * (has_rows * _quantized(D) + _saved_h(ffn.config, hidden)) + job.tokens * BF16 * D * (not joins)
-    operands, transposes, activation = _backward(ffn.config, D, hidden)
-    return Part(kept, kept, rows * max(operands + transposes + D * BF16, activation))  # dx is there before
+    of_gemm_2, dh, transposes = _backward(ffn.config, D, hidden)
+    return Part(kept, kept, rows * max(of_gemm_2, dh + transposes + D * BF16))  # dx is there before
 
 
 def _bf16_experts(job: Job, moe: Any) -> Part:
@@ -368,10 +368,9 @@ def fp8_experts(job: Job, moe: MetaMoE) -> Part:
     kept = dispatched * 4 * top_k + rows * 2 * FP32 + tokens * BF16 * D
     kept += (tokens * 4 + dispatched * 8) * top_k if ep > 1 else 0
     kept += rows * _saved_h(config, hidden) + dispatched * _quantized(D)
-    operands, transposes, activation = _backward(config, D, hidden)
-    # dx is summed before the weight gradients.
-    at_weights = rows * (operands + max(transposes, D * BF16)) + dispatched * BF16 * D
-    return Part(kept, kept, max(at_weights, rows * activation))
+    of_gemm_2, dh, transposes = _backward(config, D, hidden)
+    of_gemm_1 = rows * (dh + max(transposes, D * BF16)) + dispatched * BF16 * D  # dx is summed before
+    return Part(kept, kept, max(rows * of_gemm_2, of_gemm_1))
 
 
 def _workspace(job: Job, models: list[Any]) -> float:
@@ -415,11 +414,13 @@ def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
 
 
 def _backward(config: Fp8FlowMoEConfig, D: int, hidden: int) -> tuple[float, float, float]:
-    """Bytes per row that an FP8 FFN's backward holds: operands, and transposes for GEMM 1's weight gradient.
+    """Bytes per row that an FP8 FFN's backward holds: at most for the gradients of GEMM 2; then dh, and the transposes
+    of x and dh.
 
-    Operands are dy, dh and GEMM 2's, unless the forward has kept that. The third number counts the operands, da and a
-    recomputed h at the activation's backward; 0 where h was kept.
+    The former are dy, dh and GEMM 2's operand, unless the forward has kept that, with the transposes for w2's gradient
+    or with da and a recomputed h.
     """
     H = padded(hidden)
     operands = D + 2 * H + (H if config.recompute != "none" else 0)
-    return operands, D + 2 * H, operands + 3 * H * BF16 if config.recompute == "experts" else 0
+    at_activation = H * BF16 + (2 * H * BF16 if config.recompute == "experts" else 0)
+    return operands + max(D + H, at_activation), 2 * H, D + 2 * H
