@@ -317,7 +317,7 @@ class Broken(Exception):
 
 PLACES = {  # whose so many-th call fails
     "first_product": (FFN, "product", 0), "product_in_backward": (FFN, "product", 3),
-    "hidden_gradients": (FFN, "hidden_gradients", 0), "weight_grads": (FFN, "weight_grads", 0),
+    "hidden_gradients": (FFN, "hidden_gradients", 0), "w2_grad": (FFN, "w2_grad", 0), "w13_grad": (FFN, "w13_grad", 0),
     "pull_routing": (IMPL, "pull_routing", 0), "push_sums_in_backward": (IMPL, "push_sums", 1),
 }  # fmt: skip
 

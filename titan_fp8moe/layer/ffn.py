@@ -120,7 +120,7 @@ class FFN(NamedTuple):
         return RowBias(self.biases.b2, score_M, self.routing.offsets_E)
 
     def hidden(self, x: Rows, w13: Fp8Weight) -> Hidden:
-        """h, computed again. ``x``: as in :meth:`weight_grads`."""
+        """h, computed again. ``x``: as in :meth:`w13_grad`."""
         return Hidden(self.product(self.in_expert_order(x), w13, self.lora.w13))
 
     def hidden_gradients(
