@@ -83,7 +83,7 @@ FUNCTIONS = {
     getattr(torch.ops.titan_fp8moe, name.removeprefix("_")).default: getattr(module, name)
     for module, names in (
         (experts, ("_routed_experts_forward", "_routed_experts_hidden_gradients", "_routed_experts_gradients")),
-        (group, ("_feed_forward", "_feed_forward_hidden_gradients", "_feed_forward_weight_grads")),
+        (group, ("_feed_forward", "_feed_forward_hidden_gradients", "_feed_forward_w13_grad")),
         (group, ("_linear", "_linear_backward")),
     )
     for name in names

@@ -164,7 +164,7 @@ def routed(
 
 @pytest.mark.parametrize("recompute", ["activation", "experts"])
 def test_what_is_held_beside_all_weight_gradients(recompute: str):
-    """Beside the gradients of large weights are dx, dh and its and x's transposes, but nothing of GEMM 2."""
+    """With all gradients of large weights there are dx, dh and the transposes of x and dh, but nothing of GEMM 2."""
     T, D, H, E, top_k = 2048, 512, 256, 64, 2
     _, peak = allocations(lambda: routed(Fp8FlowMoEConfig(recompute=recompute), T, D, H, E, top_k))
     rows, gradients, dx = row_capacity(T * top_k, E), E * 3 * H * D * 2, T * D * 2

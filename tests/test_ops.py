@@ -239,7 +239,7 @@ def check_calls(layer: Small, *skipped: str) -> Counter[str]:
 TRACING = "test_aot_dispatch_dynamic"  # takes as long as all else together, 30 times
 LAYER_OPS = "routed_experts_forward", "routed_experts_hidden_gradients", "routed_experts_gradients"
 DENSE_OPS = {
-    "ffn": ("feed_forward", "feed_forward_hidden_gradients", "feed_forward_weight_grads"),
+    "ffn": ("feed_forward", "feed_forward_hidden_gradients", "feed_forward_w13_grad"),
     "linear": ("linear", "linear_backward"),
     "grouped_mm": ("grouped_linear", "grouped_linear_backward"),
 }

@@ -13,8 +13,8 @@ And FSDP frees and refills the weights around the module that owns them, so all 
 **How PyTorch sees it.** Autograd sees :class:`ExpertsFunction`. FSDP sees the module's call; the parameters are saved,
 never a quantized copy. Per-op checkpointing sees the forward's op (:data:`SAVED_OPS`), keeps its results, and so
 repeats no transfer and no GEMM. A compiled graph holds all three ops, unless the dispatch syncs with the host. The
-backward is two, of GEMM 2 and of GEMM 1: a graph frees h and the rows of dy and a between them, before the larger
-weight gradients are there.
+backward is two, so that a graph frees h, and a if it is saved, before the larger weight gradients are made. The first
+makes dh and w2's gradient, the second those of x, w1 and w3; shared experts' input gradient is in the first.
 
 **What is saved** (:mod:`titan_fp8moe.layer.saved`)::
 
@@ -49,6 +49,7 @@ from titan_fp8moe.layer.saved import (
     Saved,
     gradients_flags,
     halfway_flags,
+    join_gradients,
     pack,
     saved_flags,
     unpack,
@@ -148,10 +149,10 @@ def _routed_experts_hidden_gradients(
     """
     spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[DY]
     needed, of_forward = Inputs.of(needs, spec.expert.biased), unpack(saved_flags(spec), iter(saved))
-    first, _ = gradients_flags(needed, spec.lora)
+    flags, _ = gradients_flags(needed, spec.lora)
     (T, D), routing, needs_dbias = dout_TD.shape, of_forward.routing, any(needed.biases or ())
     shared = dw2 = dw2_shared = None
-    adapter_grads: Any = first.adapters
+    adapter_grads: Any = flags.adapters
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
     ffn, operands = _ffn(spec, routing, biases, adapters, D), WeightOperands(weights, spec.expert)
     with tokens.guard():
@@ -161,7 +162,7 @@ def _routed_experts_hidden_gradients(
             shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, D)
             shared, dw2_shared = group.group_hidden_gradients(
                 shared_ffn, saved_shared, WeightOperands(shared_weights, spec.shared_expert), Rows(q, column_scale),
-                needed.x, first.shared.w2,
+                needed.x, flags.shared.w2,
             )  # fmt: skip
             if spec.shared_scored:
                 shared = shared._replace(ds_M=cast(Tensor, shared.ds_M)[:T])
@@ -180,13 +181,12 @@ def _routed_experts_hidden_gradients(
         if statistics.collecting() and spec.backward.weights == "trained":
             x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
             ffn.record(x, routed.dh, a, dy, operands)
-        if first.weights.w2:
-            dw2 = ffn.w2_grad(dy, a, operands.like.w2)
-        if any(first.adapters):
+        if flags.weights.w2:
+            dw2 = ffn.w2_grad(dy, a, operands)
+        if any(flags.adapters):
             adapter_grads = cast(GemmLora, ffn.lora.w2).grads(cast(Rows, a), dy, routing.offsets_E)
-    of_weights = WeightGrads(None, dw2), WeightGrads(None, dw2_shared)
-    grads = Inputs(None, None, None, None, None, *of_weights, None, adapter_grads)
-    return [*pack(first, grads), *pack(halfway_flags(spec, needed.x, needs_dbias), (routed, shared))]
+    grads = Inputs(weights=WeightGrads(w2=dw2), shared=WeightGrads(w2=dw2_shared), adapters=adapter_grads)
+    return [*pack(flags, grads), *pack(halfway_flags(spec, needed.x, needs_dbias), (routed, shared))]
 
 
 def _routed_experts_gradients(
@@ -201,8 +201,8 @@ def _routed_experts_gradients(
     adapters: list[Tensor],
     layer: str,
 ) -> list[Tensor]:
-    """The second half of a backward: the gradients of GEMM 1, and the last ones of
-    :func:`titan_fp8moe.layer.saved.gradients_flags`.
+    """The second half of a backward: the last gradients of :func:`titan_fp8moe.layer.saved.gradients_flags`, which are
+    those of x, scores, biases, and GEMM 1's weights and adapters.
 
     Args:
         halfway: what the first half has left to this one.
@@ -229,7 +229,7 @@ def _routed_experts_gradients(
         if with_dx or needed.topk_scores:
             pending = tokens.send_back(dx_MD, routed.ds_M)
             dx_MD = None
-            if not tokens.travels:  # the rows are freed before weight gradients are made
+            if not tokens.travels:  # the rows are freed before w1's and w3's gradients are made
                 returned, pending = tokens.finish(pending, dtype, addend), None
         if last.weights.w13 or any(last.adapters):
             x = tokens.arrived_rows(of_forward.arrived, dim, routing.row_TK.shape[1])
@@ -325,22 +325,20 @@ class ExpertsFunction(torch.autograd.Function):
             packed = _packed(ctx, spec, on_device, shared)
             parameters = *packed, biases, adapters
             flat = iter(_hidden_gradients_op(dout, saved, needs, *parameters, ctx.nan_flags, layer))
-            flags = gradients_flags(needed, spec.lora)
-            first, halfway = unpack(flags[0], flat), list(flat)
-            num_read = spec.backward.num_saved_of_gemm_2
-            num_read += spec.shared_backward.num_saved_of_gemm_2 if spec.shared else 0
-            del saved[len(saved) - num_read :]  # freed, even if checkpointing kept it
+            first_flags, last_flags = gradients_flags(needed, spec.lora)
+            first, halfway = unpack(first_flags, flat), list(flat)
+            of_gemm_2 = spec.backward.num_saved_of_gemm_2
+            of_gemm_2 += spec.shared_backward.num_saved_of_gemm_2 if spec.shared else 0
+            del saved[len(saved) - of_gemm_2 :]  # freed, even if checkpointing kept it
             last = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
-        grads = unpack(flags[1], iter(last))
-        dw, dbiases, dw_shared = grads.weights._replace(w2=first.weights.w2).apart(weights), grads.biases, NO_WEIGHTS
-        if spec.shared:
-            dw_shared = group.matrix_grads(grads.shared._replace(w2=first.shared.w2), shared)
+        grads = join_gradients(first, unpack(last_flags, iter(last)))
+        dw, dbiases = grads.weights.apart(weights), grads.biases
+        dw_shared = group.matrix_grads(grads.shared, shared) if spec.shared else NO_WEIGHTS
         if ctx.placements is not None:
             of_weights, of_biases = ctx.placements
             dw = ExpertWeights(*map(place_as, dw, of_weights))
             dbiases = dbiases and Biases(*map(place_as, dbiases, of_biases))
-        adapters = *grads.adapters, *first.adapters
-        return *grads._replace(weights=dw, shared=dw_shared, biases=dbiases, adapters=adapters).flatten(), None
+        return *grads._replace(weights=dw, shared=dw_shared, biases=dbiases).flatten(), None
 
 
 def _packed(

@@ -11,7 +11,7 @@ ranks: :mod:`titan_fp8moe.layer.experts` and :mod:`titan_fp8moe.layer.group` cal
 
     h = ffn.product(x, w13)                        hidden = ffn.hidden(x, w13), unless it was saved
     a, hidden = ffn.activate(h)                    grads, a = ffn.hidden_gradients(dy, hidden, a, w2_t)
-    y = ffn.product(a, w2)                         dw2 = ffn.w2_grad(dy, a, w2)
+    y = ffn.product(a, w2)                         dw2 = ffn.w2_grad(dy, a, operands)
                                                    dx = ffn.product(grads.dh, w13_t)
                                                    dw13 = ffn.w13_grad(x, grads.dh, operands)
 
@@ -126,8 +126,11 @@ class FFN(NamedTuple):
     def hidden_gradients(
         self, dy: Rows, hidden: Hidden, a: Rows | None, w2_t: Fp8Weight, of_biases: bool = False
     ) -> tuple[HiddenGradients, Rows | None]:
-        """From the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients. ``a``, GEMM
-        2's operand, is made again unless the forward has saved it, or weights are frozen."""
+        """The gradients of the hidden rows, and ``a``, GEMM 2's operand.
+
+        From dy, the quantized gradient of y in expert order; with ``of_biases`` also the biases' gradients. ``a`` is
+        computed again unless the forward saved it; None where weights are frozen.
+        """
         d_MH = self.product(dy, w2_t, self.lora.w2_t)
         offsets_E, score_M = self.routing.offsets_E, self.routing.score_M
         recompute_a = a is None and self.backward.weights != "frozen"
@@ -140,9 +143,10 @@ class FFN(NamedTuple):
         grads = HiddenGradients(Rows(dh, dh_scale), None if score_M is None else ds_M, dbias[0] if dbias else None)
         return grads, Rows(a_q, a_scale) if recompute_a else a
 
-    def w2_grad(self, dy: Rows, a: Rows | None, like: Tensor) -> Tensor:
-        """The gradient of w2, which is like ``like``. ``dy``, ``a``: rows in expert order."""
-        return weight_grads(dy, cast(Rows, a), None, self.routing.offsets_E, self.backward.wgrad, (like,))
+    def w2_grad(self, dy: Rows, a: Rows | None, operands: WeightOperands) -> Tensor:
+        """The gradient of w2. ``dy``, ``a``: rows in expert order; ``operands``: of the weights."""
+        weights, offsets_E = (operands.like.w2,), self.routing.offsets_E
+        return weight_grads(dy, cast(Rows, a), None, offsets_E, self.backward.wgrad, weights)
 
     def w13_grad(self, x: Rows, dh: Rows, operands: WeightOperands) -> Tensor:
         """The gradients of GEMM 1's weights in one.

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 import titan_fp8moe.layer.experts  # noqa: F401  defines the ops, with those of group.py
-from titan_fp8moe.layer.saved import Inputs, LayerSpec, gradients_flags, halfway_flags, unpack
+from titan_fp8moe.layer.saved import Inputs, LayerSpec, gradients_flags, halfway_flags, saved_flags, unpack
 from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import group_rows, padded, row_capacity
 from titan_fp8moe.spec import BackwardSpec, decode
@@ -36,7 +36,7 @@ def _group_flops(x_shape, weights, *_: Any, **__: Any) -> int:
 def _hidden_flops(
     rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec, with_dw2: bool, with_dx: bool = False
 ) -> int:
-    """FLOPs of the first half of an FFN's backward, which makes the input's gradient of one group of rows."""
+    """FLOPs of the first half of an FFN's backward; with one group of rows it may make the input's gradient too."""
     of_w13 = with_dx + (not backward.keeps_hidden)
     return (1 + with_dw2) * _product_flops(rows, weights[1:2]) + of_w13 * _product_flops(rows, _gate_up(weights))
 
@@ -47,7 +47,7 @@ def _ffn_hidden_flops(dy_shape, saved, needs, dtype, weights, nan_flags, backwar
     return _hidden_flops(group_rows(dy_shape[0]), weights, decode(BackwardSpec, backward), needs_dw2, needs_dx)
 
 
-@register_flop_formula(torch.ops.titan_fp8moe.feed_forward_weight_grads)
+@register_flop_formula(torch.ops.titan_fp8moe.feed_forward_w13_grad)
 def _ffn_wgrad_flops(halfway, saved, weights, backward, **_: Any) -> int:
     return _product_flops(halfway[0][0], _gate_up(weights))  # dh comes first
 
@@ -69,12 +69,12 @@ def _forward_flops(
 
 
 @register_flop_formula(torch.ops.titan_fp8moe.routed_experts_hidden_gradients)
-def _layer_hidden_flops(dout, saved, needs, weights, shared_weights, biases, adapters, flags, layer, out_shape) -> int:
+def _layer_hidden_flops(
+    dout, saved, needs, weights, shared_weights, biases, adapters, nan_flags, layer, **_: Any
+) -> int:
     spec = decode(LayerSpec, layer)
-    needed = Inputs.of(needs, spec.expert.biased)
-    outputs = iter(out_shape)
-    unpack(gradients_flags(needed, spec.lora)[0], outputs)
-    flops = _hidden_flops(next(outputs)[0], weights, spec.backward, needed.weights.w2)  # dh's rows
+    needed, rows = Inputs.of(needs, spec.expert.biased), unpack(saved_flags(spec), iter(saved)).routing.token_M[0]
+    flops = _hidden_flops(rows, weights, spec.backward, needed.weights.w2)
     if spec.shared:
         of_group = spec.shared_backward, needed.shared.w2, needed.x
         flops += _hidden_flops(group_rows(dout[0]), shared_weights, *of_group)

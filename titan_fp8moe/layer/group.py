@@ -24,13 +24,7 @@ from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
 from titan_fp8moe.layer.operands import SWIGLU, WeightCache, WeightOperands, aliases, copies_for, pack_weights
-from titan_fp8moe.layer.saved import (
-    SavedGroup,
-    group_flags,
-    hidden_gradients_flags,
-    pack,
-    unpack,
-)
+from titan_fp8moe.layer.saved import SavedGroup, group_flags, hidden_gradients_flags, pack, unpack
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import BLOCK, STEP
@@ -58,7 +52,8 @@ def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[
 def group_hidden_gradients(
     ffn: FFN, saved: SavedGroup, operands: WeightOperands, dy: Rows, with_dx: bool, with_dw2: bool
 ) -> tuple[HiddenGradients, Tensor | None]:
-    """The first half of a backward: of the rows (R, D) bf16 and of w2 as well, if asked. ``dy``: of the output."""
+    """The first half of a backward: with ``with_dx`` the first result holds the gradient of the rows (R, D) bf16, with
+    ``with_dw2`` the second is w2's. ``dy``: the output's."""
     x = saved.rows.quantized
     with operands.held:
         hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.generations))
@@ -66,7 +61,7 @@ def group_hidden_gradients(
         del hidden  # h is freed after its last use
         if statistics.collecting() and ffn.backward.weights == "trained":
             ffn.record(x, grads.dh, a, dy, operands)
-        dw2 = ffn.w2_grad(dy, a, operands.like.w2) if with_dw2 else None
+        dw2 = ffn.w2_grad(dy, a, operands) if with_dw2 else None
         del a
         if with_dx:
             dx = ffn.product(grads.dh, operands.transposed(0, saved.generations), None, ffn.dim)
@@ -103,32 +98,32 @@ def _feed_forward_hidden_gradients(
     nan_flags: Tensor | None,
     backward: str,
 ) -> list[Tensor]:
-    """The first half of a backward: the gradients of the input (T, D) in ``dtype`` and of w2, if they are needed, and
-    :class:`titan_fp8moe.layer.ffn.HiddenGradients`. ``saved``: of the forward."""
+    """The first half of a backward: the gradients of the input (T, D) in ``dtype`` and of w2, which ``needs`` asks for,
+    and :class:`titan_fp8moe.layer.ffn.HiddenGradients`. ``saved``: of the forward."""
     spec, (needs_dx, needs_dw2) = decode(BackwardSpec, backward), needs
     q, _, scale, _ = ops.quantize_group(dy_TD, None if nan_flags is None else nan_flags[DY])
     operands = WeightOperands(weights)
     of_forward = unpack(group_flags(spec, bool(operands.kept)), iter(saved))
     ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, dy_TD.shape[1])
     grads, dw2 = group_hidden_gradients(ffn, of_forward, operands, Rows(q, scale), needs_dx, needs_dw2)
-    dx = [cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype)] if needs_dx else []
-    return [*dx, *([] if dw2 is None else [dw2]), *pack(hidden_gradients_flags(False), grads)]
+    dx = cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype) if needs_dx else None
+    return [*pack((needs_dx, needs_dw2), (dx, dw2)), *pack(hidden_gradients_flags(False), grads)]
 
 
-def _feed_forward_weight_grads(
+def _feed_forward_w13_grad(
     halfway: list[Tensor], saved: list[Tensor], weights: list[Tensor | None], backward: str
-) -> Tensor:
-    """The second half: the gradients of GEMM 1's weights in one. ``saved``: of the forward, without what is of GEMM
-    2."""
+) -> list[Tensor]:
+    """The second half: the gradients of w1 and w3 in one. ``saved``: of the forward, without what is of GEMM 2."""
     spec, operands = decode(BackwardSpec, backward), WeightOperands(weights)
     of_forward = unpack(group_flags(spec, bool(operands.kept), of_gemm_2=False), iter(saved))
     grads = unpack(hidden_gradients_flags(False), iter(halfway))
-    return ffn_of_group(of_forward.rows, SWIGLU, spec, None).w13_grad(of_forward.rows.quantized, grads.dh, operands)
+    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, None)
+    return [ffn.w13_grad(of_forward.rows.quantized, grads.dh, operands)]
 
 
 _feed_forward_op = custom_op(_feed_forward)
 _hidden_gradients_op = custom_op(_feed_forward_hidden_gradients, of_backward=True)
-_weight_grads_op = custom_op(_feed_forward_weight_grads, of_backward=True)
+_w13_grad_op = custom_op(_feed_forward_w13_grad, of_backward=True)
 
 
 class _FeedForward(torch.autograd.Function):
@@ -144,17 +139,16 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor):  # pyrefly: ignore[bad-override] # one gradient per result
-        spec, needs = ctx.spec, ctx.needs_input_grad
+        spec, (needs_dx, needs_dw1, needs_dw2, needs_dw3, *_) = ctx.spec, ctx.needs_input_grad
         w1, w2, w3, *saved = ctx.saved_tensors
         matrices, saved = ExpertWeights(w1, w2, w3), list(saved)  # torch 2.11's Dynamo takes a starred name for a tuple
         packed = pack_weights(one_expert(matrices), ctx.copies, spec.weights == "frozen")
-        needs_x, needs_w13, needs_w2 = needs[0], needs[1] or needs[3], needs[2]
-        first = [needs_x, needs_w2]
+        first = [needs_dx, needs_dw2]
         flat = iter(_hidden_gradients_op(dy, saved, first, ctx.x_dtype, packed, ctx.nan_flags, encode(spec)))
         (dx, dw2), halfway, dw13 = unpack(first, flat), list(flat), None
-        if needs_w13:
+        if needs_dw1 or needs_dw3:
             del saved[len(saved) - spec.num_saved_of_gemm_2 :]
-            dw13 = _weight_grads_op(halfway, saved, packed, encode(spec))
+            [dw13] = _w13_grad_op(halfway, saved, packed, encode(spec))
         return dx, *matrix_grads(WeightGrads(dw13, dw2), matrices), None, None, None, None
 
 

@@ -64,7 +64,7 @@ class LoraSpec(NamedTuple):
     """A :class:`Lora` apart from its tensors.
 
     Attributes:
-        scales: of the adapters of w1, w2 and w3; None for a weight without one.
+        scales: of the adapters of w1, w3 and w2, the order of the tensors; None for a weight without one.
         fused: whether w1 is all of GEMM 1's weight.
     """
 
@@ -74,18 +74,13 @@ class LoraSpec(NamedTuple):
     @property
     def num_of_gemm_1(self) -> int:
         """How many of the tensors are of w1 and w3; these come first."""
-        w1, _, w3 = self.scales
-        return 2 * ((w1 is not None) + (w3 is not None))
+        return 2 * sum(scale is not None for scale in self.scales[:2])
 
     def adapters(self, tensors: Sequence[Tensor]) -> Lora:
         """The inverse of :func:`split_lora`."""
-        pairs, scales = zip(tensors[::2], tensors[1::2], strict=True), dict(zip(Lora._fields, self.scales, strict=True))
-        return Lora(**{
-            name: Adapter(*next(pairs), scale) for name in _BY_GEMM if (scale := scales[name]) is not None
-        })  # fmt: skip
-
-
-_BY_GEMM = "w1", "w3", "w2"
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        w1, w3, w2 = (None if scale is None else Adapter(*next(pairs), scale) for scale in self.scales)
+        return Lora(w1, w2, w3)
 
 
 def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, list[Tensor]]:
@@ -94,11 +89,13 @@ def split_lora(lora: Lora, weights: Sequence[Tensor | None]) -> tuple[LoraSpec, 
     Raises:
         ValueError: for adapters that do not fit the weights.
     """
-    present = {name: adapter for name in _BY_GEMM if (adapter := getattr(lora, name)) is not None}
-    for name, adapter in present.items():
-        _check_adapter(name, adapter, weights[Lora._fields.index(name)])
-    scales = tuple(None if adapter is None else float(constant(adapter.scale)) for adapter in lora)
-    return LoraSpec(scales, weights[2] is None), [t for adapter in present.values() for t in (adapter.A, adapter.B)]
+    for name, adapter, weight in zip(Lora._fields, lora, weights, strict=True):
+        if adapter is not None:
+            _check_adapter(name, adapter, weight)
+    by_gemm = lora.w1, lora.w3, lora.w2
+    scales = tuple(None if adapter is None else float(constant(adapter.scale)) for adapter in by_gemm)
+    tensors = [t for adapter in by_gemm if adapter is not None for t in (adapter.A, adapter.B)]
+    return LoraSpec(scales, weights[2] is None), tensors
 
 
 def _check_adapter(name: str, adapter: Adapter, weight: Any) -> None:

@@ -139,10 +139,10 @@ class Saved(NamedTuple):
         return shared._replace(rows=shared.rows._replace(q=self.arrived.q))
 
 
-def _gemm_2_flags(backward: BackwardSpec) -> dict[str, Any]:
-    """Of ``a`` and ``hidden``."""
+def _gemm_2_flags(backward: BackwardSpec, of_gemm_2: bool) -> tuple[Any, Any]:
+    """Of ``a`` and ``hidden``; None without ``of_gemm_2``."""
     hidden = Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
-    return dict(a=_ROWS if backward.keeps_operand else None, hidden=hidden)
+    return (_ROWS if backward.keeps_operand else None, hidden) if of_gemm_2 else (None, None)
 
 
 @functools.cache
@@ -152,8 +152,7 @@ def group_flags(
     """A :class:`SavedGroup` of flags; without ``of_gemm_2`` what is left after the backward's first op."""
     keeps: Any = backward.keeps_rows
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
-    last = _gemm_2_flags(backward) if of_gemm_2 else dict(a=None, hidden=None)
-    return SavedGroup(rows, _GENERATIONS if kept else None, **last)
+    return SavedGroup(rows, _GENERATIONS if kept else None, *_gemm_2_flags(backward, of_gemm_2))
 
 
 @functools.cache
@@ -163,14 +162,9 @@ def saved_flags(spec: LayerSpec, of_gemm_2: bool = True) -> Saved:
     if spec.shared:
         shares_q = backward.keeps_rows and not kind.travels
         shared = group_flags(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, of_gemm_2)
-    return Saved(
-        state=_all(kind.State),
-        routing=_all(Routing),
-        arrived=_all(kind.Arrived) if backward.keeps_rows else None,
-        generations=_GENERATIONS if spec.kept else None,
-        shared=shared,
-        **(_gemm_2_flags(backward) if of_gemm_2 else dict(a=None, hidden=None)),
-    )
+    arrived, generations = _all(kind.Arrived) if backward.keeps_rows else None, _GENERATIONS if spec.kept else None
+    last = _gemm_2_flags(backward, of_gemm_2)
+    return Saved(_all(kind.State), _all(Routing), arrived, generations, shared, *last)
 
 
 # --- what a backward hands over ---------------------------------------------------------------------------------------
@@ -219,8 +213,16 @@ def gradients_flags(needs: Inputs, lora: LoraSpec | None) -> tuple[Inputs, Input
     """Flags of the gradients that each op of a backward makes, of weights a
     :class:`titan_fp8moe.layer.ffn.WeightGrads`: the first those of w2 and its adapter, the second the others."""
     (w1, w2, w3), (shared_w1, shared_w2, shared_w3) = needs.weights, needs.shared
-    adapters, num_first = tuple(needs.adapters), lora.num_of_gemm_1 if lora else 0
-    of_gemm_2 = WeightGrads(None, w2), WeightGrads(None, shared_w2), None, adapters[num_first:]
-    of_gemm_1 = dict(weights=WeightGrads(w1 or w3), shared=WeightGrads(shared_w1 or shared_w3))
-    last = needs._replace(**of_gemm_1, adapters=adapters[:num_first])
-    return Inputs(None, None, None, None, None, *of_gemm_2), last
+    adapters, of_gemm_1 = tuple(needs.adapters), lora.num_of_gemm_1 if lora else 0
+    first = Inputs(weights=WeightGrads(w2=w2), shared=WeightGrads(w2=shared_w2), adapters=adapters[of_gemm_1:])
+    dw13, shared_dw13 = WeightGrads(w1 or w3), WeightGrads(shared_w1 or shared_w3)
+    return first, needs._replace(weights=dw13, shared=shared_dw13, adapters=adapters[:of_gemm_1])
+
+
+def join_gradients(first: Inputs, last: Inputs) -> Inputs:
+    """The gradients of both ops of a backward in one."""
+    return last._replace(
+        weights=last.weights._replace(w2=first.weights.w2),
+        shared=last.shared._replace(w2=first.shared.w2),
+        adapters=[*last.adapters, *first.adapters],
+    )

@@ -414,11 +414,10 @@ def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
 
 
 def _backward(config: Fp8FlowMoEConfig, D: int, hidden: int) -> tuple[float, float, float]:
-    """Bytes per row that an FP8 FFN's backward holds: at most for the gradients of GEMM 2; then dh, and the transposes
-    of x and dh.
+    """Bytes per row in an FP8 FFN's backward: the most in its half of GEMM 2; dh; the transposes of x and dh.
 
-    The former are dy, dh and GEMM 2's operand, unless the forward has kept that, with the transposes for w2's gradient
-    or with da and a recomputed h.
+    The half of GEMM 2 holds dy, dh and a, unless the forward kept a, with the transposes for w2's gradient, or with da
+    and a recomputed h.
     """
     H = padded(hidden)
     operands = D + 2 * H + (H if config.recompute != "none" else 0)
