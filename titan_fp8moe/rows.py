@@ -16,8 +16,8 @@ class GroupRows(NamedTuple):
     """Tokens as one group of rows, for an FFN that serves every token.
 
     Attributes:
-        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128. Shared experts' q is kept with the routed
-            experts' rows, and None meanwhile.
+        q: (R, D) e4m3, R the number of tokens padded to a multiple of 128. None in a Saved whose
+            ``arrived`` holds it.
         scale: (R, D // 128) e8m0, column-major.
         end: (1,) int32, R.
         score: (R,) fp32, by which each row of the output is multiplied, 0 for padding; or None.

@@ -129,9 +129,8 @@ class AllToAllDispatch(base.Dispatch):
         for rank, (rows, capacity, num_sent) in enumerate(rows_N.tolist()):
             base.check_rows(f"rank {rank} of the expert-parallel group", rows, capacity, num_local, num_sent)
 
-    @staticmethod
-    def arrived_rows(arrived: Arrived, dim: int, top_k: int) -> Rows:
-        return Rows(*ops.unpack_dispatch(arrived.payload, dim, top_k)[:2])
+    def arrived_rows(self, arrived: Arrived) -> Rows:
+        return Rows(*ops.unpack_dispatch(arrived.payload, self.dim, self.routing.row_TK.shape[1])[:2])
 
     # --- and back ---
 
@@ -140,6 +139,7 @@ class AllToAllDispatch(base.Dispatch):
         return any(common & GRADIENTS_NEEDED for common in self.state.counts[1, :, -1].tolist())
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
+        self.dim = cast(Tensor, y_MD).shape[1]
         payload = ops.pack_combine(cast(Tensor, y_MD), ds_M, self.routing.row_TK, *(bias or ()))
         payload = ops.start_all_to_all(payload, *self.splits, self.group_name)
         return Pending(payload, with_gradients=ds_M is not None)

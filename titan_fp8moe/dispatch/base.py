@@ -55,13 +55,13 @@ class Pairs(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A transfer that has been started, or the tensors themselves where they stay.
+    """A transfer that has been started, or the tensors themselves where they stay. Only the backend that made it reads
+    the fields; the layer drops it after ``receive`` or ``finish``.
 
     Attributes:
         rows: the payload in flight, which :func:`titan_fp8moe.ops.wait` waits for, or rows that stay; None for
-            gradients of tokens that nobody needs, and where peers read the rows. The layer drops it after ``receive``
-            or ``finish``.
-        extra: what goes with rows that stay: scales of quantized rows, or gradients of scores.
+            gradients of tokens that nobody needs, and where peers read the rows.
+        extra: what goes with the rows: scales of quantized rows, or gradients of scores.
         with_gradients: whether gradients of scores come back too.
     """
 
@@ -89,7 +89,7 @@ class Dispatch(Protocol):
         travels: whether tokens leave the rank. If not, nothing is in flight, and arriving tokens are the rank's own.
         syncs_host: whether the host waits for the device, which keeps a layer out of compiled and CUDA graphs.
         bounded: whether buffers have a fixed size; :func:`titan_fp8moe.check_room` then raises if it did not suffice.
-        guard: makes the context of an op's verbs, which an error may end between two, while other ranks wait.
+        guard: makes the context of an op's verbs. If an error ends the op between two, it ends the transfer in flight.
         state, routing, arrived: of the experts of this rank; in a forward, after :meth:`receive`.
 
     In a backward one op sends and receives, the next sends back and finishes, each with an instance of its own.
@@ -126,13 +126,12 @@ class Dispatch(Protocol):
     def receive(self, pending: Pending) -> Rows:
         """The rows of this rank's experts, (M, D) in expert order."""
 
-    @staticmethod
-    def arrived_rows(arrived: Any, dim: int, top_k: int) -> Rows:
-        """One quantized row per token that arrived in the forward, from its ``arrived``."""
+    def arrived_rows(self, arrived: Any) -> Rows:
+        """In a backward one quantized row per token that arrived in the forward, from its ``arrived``."""
         return arrived
 
     def returns_gradients(self, needs_dx: bool) -> bool:
-        """Whether a backward must compute gradients of tokens, which this rank does or does not need."""
+        """Whether a backward computes and returns gradients of tokens: ``needs_dx`` on one rank, else alike on all."""
 
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         """Starts to return rows (M, D) bf16, and in a backward the gradients of their scores (M,) fp32. Each token's

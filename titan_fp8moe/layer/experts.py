@@ -42,7 +42,7 @@ from titan_fp8moe.dispatch.base import GRADIENTS_NEEDED, Returned
 from titan_fp8moe.layer import group, statistics
 from titan_fp8moe.layer.ffn import FFN, WeightGrads
 from titan_fp8moe.layer.lora import NO_LORA, GemmLora, lora_operands
-from titan_fp8moe.layer.operands import WeightCache, WeightOperands, aliases, copies_for, pack_weights
+from titan_fp8moe.layer.operands import W2, W13, WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import (
     Inputs,
     LayerSpec,
@@ -68,10 +68,10 @@ from titan_fp8moe.spec import decode, encode
 #   nan_flags: see titan_fp8moe.rows.X, or None; layer: an encoded LayerSpec
 
 
-def _ffn(spec: LayerSpec, routing: Routing, biases: list[Tensor | None], adapters: list[Tensor], dim: int) -> FFN:
-    """The routed experts' FFN. ``dim``: D."""
+def _ffn(spec: LayerSpec, routing: Routing, biases: list[Tensor | None], adapters: list[Tensor]) -> FFN:
+    """The routed experts' FFN."""
     lora = NO_LORA if spec.lora is None else lora_operands(spec.lora, adapters, spec.expert)
-    return FFN(spec.expert, spec.backward, routing, Biases(*cast(Any, biases)) if biases else None, lora, dim)
+    return FFN(spec.expert, spec.backward, routing, Biases(*cast(Any, biases)) if biases else None, lora)
 
 
 def _routed_experts_forward(
@@ -106,19 +106,19 @@ def _routed_experts_forward(
             pending = None if tokens.syncs_host else tokens.send(sent)
             (w13, w2), generations = operands.of_forward()
             rows = tokens.receive(pending or tokens.send(sent))
-            # Shared experts read the same rows, of which there are R, if tokens stay.
+            # On one rank the shared experts' q, of R rows, is the routed experts' x too, and is kept once.
             arrived = Rows(q, scale) if spec.shared and not tokens.travels else tokens.arrived
             del q, scale, sent, pending
-            ffn = _ffn(spec, tokens.routing, biases, adapters, D)
+            ffn = _ffn(spec, tokens.routing, biases, adapters)
             h = ffn.product(rows, w13, ffn.lora.w13)
             del rows
             a, hidden = ffn.activate(h)
             del h
-            y = ffn.product(a, w2, ffn.lora.w2, ffn.dim)
+            y = ffn.product(a, w2, ffn.lora.w2, D)
         pending, shared_y = tokens.send_back(y, None, ffn.row_bias()), None
         del y
         if shared_rows is not None:
-            shared_ffn = group.ffn_of_group(shared_rows, spec.shared_expert, spec.shared_backward, D)
+            shared_ffn = group.ffn_of_group(shared_rows, spec.shared_expert, spec.shared_backward)
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
             shared_y, saved_shared = group.group_forward(shared_ffn, shared_rows, shared_operands)
         out = cast(Tensor, tokens.finish(pending, x_TD.dtype, shared_y).rows_TD)
@@ -152,14 +152,14 @@ def _routed_experts_hidden_gradients(
     flags, _ = gradients_flags(needed, spec.lora)
     (T, D), routing, needs_dbias = dout_TD.shape, of_forward.routing, any(needed.biases or ())
     shared = dw2 = dw2_shared = None
-    adapter_grads: Any = flags.adapters
+    adapter_grads: Any = flags.adapters  # pack() reads no value whose flag is false
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
-    ffn, operands = _ffn(spec, routing, biases, adapters, D), WeightOperands(weights, spec.expert)
+    ffn, operands = _ffn(spec, routing, biases, adapters), WeightOperands(weights, spec.expert)
     with tokens.guard():
         if spec.shared:
             q, scale, column_scale, _ = ops.quantize_group(dout_TD, nan_flag)
             pending, saved_shared = tokens.send(Rows(q[:T], scale[:T])), of_forward.shared_with_q
-            shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, D)
+            shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward)
             shared, dw2_shared = group.group_hidden_gradients(
                 shared_ffn, saved_shared, WeightOperands(shared_weights, spec.shared_expert), Rows(q, column_scale),
                 needed.x, flags.shared.w2,
@@ -170,16 +170,16 @@ def _routed_experts_hidden_gradients(
         else:
             pending = tokens.send(Rows(*ops.quantize_rows(dout_TD, nan_flag)))
         with operands.held:
-            w2_t, hidden = operands.transposed(1, of_forward.generations), of_forward.hidden
+            w2_t, hidden = operands.transposed(W2, of_forward.generations), of_forward.hidden
             if hidden is None:
-                w13 = operands.plain(0, of_forward.generations)
-                hidden = ffn.hidden(tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1]), w13)
+                w13 = operands.plain(W13, of_forward.generations)
+                hidden = ffn.hidden(tokens.arrived_rows(of_forward.arrived), w13)
             dy = tokens.receive(pending)
             del pending
             routed, a = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
         del w2_t, hidden  # h is freed if it was computed again
         if statistics.collecting() and spec.backward.weights == "trained":
-            x = tokens.arrived_rows(of_forward.arrived, D, routing.row_TK.shape[1])
+            x = tokens.arrived_rows(of_forward.arrived)
             ffn.record(x, routed.dh, a, dy, operands)
         if flags.weights.w2:
             dw2 = ffn.w2_grad(dy, a, operands)
@@ -212,45 +212,45 @@ def _routed_experts_gradients(
     """
     spec = decode(LayerSpec, layer)
     needed = Inputs.of(needs, spec.expert.biased)
-    _, last = gradients_flags(needed, spec.lora)
+    _, flags = gradients_flags(needed, spec.lora)
     of_forward: Saved = unpack(saved_flags(spec, of_gemm_2=False), iter(saved))
     routed, shared = unpack(halfway_flags(spec, needed.x, any(needed.biases or ())), iter(halfway))
     routing, addend = of_forward.routing, shared and shared.dx
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, dim)
     with_dx = tokens.returns_gradients(needed.x)
-    ffn, operands = _ffn(spec, routing, biases, adapters, dim), WeightOperands(weights, spec.expert)
+    ffn, operands = _ffn(spec, routing, biases, adapters), WeightOperands(weights, spec.expert)
     pending, returned, dx_MD = None, Returned(None), None
     dw13 = dw13_shared = None
-    adapter_grads: Any = last.adapters
+    adapter_grads: Any = flags.adapters  # pack() reads no value whose flag is false
     with tokens.guard():
         if with_dx:
             with operands.held:
-                dx_MD = ffn.product(routed.dh, operands.transposed(0, of_forward.generations), ffn.lora.w13_t, dim)
+                dx_MD = ffn.product(routed.dh, operands.transposed(W13, of_forward.generations), ffn.lora.w13_t, dim)
         if with_dx or needed.topk_scores:
             pending = tokens.send_back(dx_MD, routed.ds_M)
             dx_MD = None
             if not tokens.travels:  # the rows are freed before w1's and w3's gradients are made
                 returned, pending = tokens.finish(pending, dtype, addend), None
-        if last.weights.w13 or any(last.adapters):
-            x = tokens.arrived_rows(of_forward.arrived, dim, routing.row_TK.shape[1])
-            if last.weights.w13:
+        if flags.weights.w13 or any(flags.adapters):
+            x = tokens.arrived_rows(of_forward.arrived)
+            if flags.weights.w13:
                 dw13 = ffn.w13_grad(x, routed.dh, operands)
-            if any(last.adapters):
+            if any(flags.adapters):
                 of_w13 = cast(GemmLora, ffn.lora.w13)
                 adapter_grads = of_w13.grads(ffn.in_expert_order(x), routed.dh, routing.offsets_E)
-        if last.shared.w13:
+        if flags.shared.w13:
             saved_shared = of_forward.shared_with_q
-            shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward, dim)
+            shared_ffn = group.ffn_of_group(saved_shared.rows, spec.shared_expert, spec.shared_backward)
             shared_operands = WeightOperands(shared_weights, spec.shared_expert)
             dw13_shared = shared_ffn.w13_grad(saved_shared.rows.quantized, shared.dh, shared_operands)
         if pending is not None:
             returned = tokens.finish(pending, dtype, addend)
-    ds_T = shared.ds_M.clone() if needed.shared_scores else None
+    ds_T = shared.ds_M.clone() if needed.shared_scores else None  # an op returns no memory of its arguments
     dbiases: Any = needed.biases
     if ffn.biases and routed.dbias is not None:
         dbiases = ffn.biases.gradients(routed.dbias, dbiases)
     of_weights = WeightGrads(dw13), WeightGrads(dw13_shared)
-    return pack(last, Inputs(returned.rows_TD, returned.ds_TK, None, None, ds_T, *of_weights, dbiases, adapter_grads))
+    return pack(flags, Inputs(returned.rows_TD, returned.ds_TK, None, None, ds_T, *of_weights, dbiases, adapter_grads))
 
 
 _forward_op = custom_op(_routed_experts_forward)
@@ -291,7 +291,9 @@ class ExpertsFunction(torch.autograd.Function):
         inputs, ctx.placements = _local(Inputs.of(tensors, spec.expert.biased))
         weights, biases, adapters = call.stored or inputs.weights, list(inputs.biases or ()), list(inputs.adapters)
         ctx.copies = call.cache and copies_for(call.cache, weights, spec.expert)
-        ctx.shared_copies = call.shared_cache and copies_for(call.shared_cache, one_expert(inputs.shared))
+        ctx.shared_copies = call.shared_cache and copies_for(
+            call.shared_cache, one_expert(inputs.shared), spec.shared_expert
+        )
         spec = spec._replace(kept=ctx.copies is not None, shared_kept=ctx.shared_copies is not None)
         layer = encode(spec)
         needs_x, needs_scores, *_ = ctx.needs_input_grad
@@ -301,10 +303,10 @@ class ExpertsFunction(torch.autograd.Function):
                 inputs.x, inputs.topk_scores, inputs.topk_ids, inputs.shared_scores, needs_x or needs_scores, *packed,
                 biases, adapters, inputs.nan_flags, layer,
             )  # fmt: skip
-        kept, ctx.weights = weights.for_backward()
+        saved_weights, ctx.weights = weights.for_backward()
         # FSDP refills the aliases' memory before the backward, so that it cannot quantize stale values.
-        ctx.save_for_backward(*aliases((*kept, *inputs.shared, *biases, *adapters)), *saved)
-        ctx.sizes = len(kept), len(inputs.shared), len(biases), len(adapters)
+        ctx.save_for_backward(*aliases((*saved_weights, *inputs.shared, *biases, *adapters)), *saved)
+        ctx.sizes = len(saved_weights), len(inputs.shared), len(biases), len(adapters)
         ctx.dim, ctx.x_dtype = inputs.x.shape[1], inputs.x.dtype
         # The flags are not saved: hooks of saved tensors may return copies.
         ctx.nan_flags, ctx.spec, ctx.layer = inputs.nan_flags, spec, layer
@@ -315,11 +317,11 @@ class ExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):  # pyrefly: ignore[bad-override] # one gradient per argument
         spec, layer, needs = ctx.spec, ctx.layer, list(ctx.needs_input_grad[:-1])
         needed = Inputs.of(needs, spec.expert.biased)
-        saved, parameters = list(ctx.saved_tensors), []
+        saved, parts = list(ctx.saved_tensors), []
         for size in ctx.sizes:
-            parameters.append(saved[:size])
+            parts.append(saved[:size])
             saved = saved[size:]
-        values, shared, biases, adapters = parameters
+        values, shared, biases, adapters = parts
         weights, shared = ctx.weights or ExpertWeights.unpack(values), ExpertWeights(*shared)
         with weights.on_device() as on_device:
             packed = _packed(ctx, spec, on_device, shared)
@@ -329,7 +331,7 @@ class ExpertsFunction(torch.autograd.Function):
             first, halfway = unpack(first_flags, flat), list(flat)
             of_gemm_2 = spec.backward.num_saved_of_gemm_2
             of_gemm_2 += spec.shared_backward.num_saved_of_gemm_2 if spec.shared else 0
-            del saved[len(saved) - of_gemm_2 :]  # freed, even if checkpointing kept it
+            del saved[len(saved) - of_gemm_2 :]  # frees h and a, but not in a plain eager step, where autograd has them
             last = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
         grads = join_gradients(first, unpack(last_flags, iter(last)))
         dw, dbiases = grads.weights.apart(weights), grads.biases

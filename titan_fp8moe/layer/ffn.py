@@ -74,19 +74,13 @@ class WeightGrads(NamedTuple):
 
 
 class FFN(NamedTuple):
-    """An FFN apart from its rows and weights.
-
-    Attributes:
-        biases: if its expert has any.
-        dim: D, the columns of its results; None for those of the operands, which are padded to a multiple of 128.
-    """
+    """An FFN's settings, row map, biases and adapters. Its steps take rows and operands of weights."""
 
     expert: ExpertSpec
     backward: BackwardSpec
     routing: Routing
     biases: Biases[Tensor] | None = None
     lora: LoraOperands = NO_LORA
-    dim: int | None = None
 
     def product(
         self, rows: Rows, weight: Fp8Weight, lora: GemmLora | None = None, columns: int | None = None
@@ -104,12 +98,12 @@ class FFN(NamedTuple):
 
     def activate(self, h_M2H: Tensor) -> tuple[Rows, Hidden | None]:
         """GEMM 2's operand (M, H), and h if the backward reads it."""
-        keep_h = self.backward.save_h == "fp8" and self.backward.keeps_hidden
+        keep_h = self.backward.save_h == "fp8" and self.backward.keeps_h
         biases = () if self.biases is None else self.biases.gate_up(self.expert)
         a_q, a_scale, h_q, h_scale = ops.swiglu_quantize(
             h_M2H, self.routing.score_M, self.routing.offsets_E, self.expert, keep_h, *biases
         )
-        hidden = Hidden(h_q, h_scale) if keep_h else Hidden(h_M2H) if self.backward.keeps_hidden else None
+        hidden = Hidden(h_q, h_scale) if keep_h else Hidden(h_M2H) if self.backward.keeps_h else None
         return Rows(a_q, a_scale), hidden
 
     def row_bias(self) -> RowBias | None:
@@ -136,6 +130,7 @@ class FFN(NamedTuple):
         recompute_a = a is None and self.backward.weights != "frozen"
         biases: list[Any] = []
         if self.biases is not None:
+            # b2 is no part of GEMM 2: its gradient, and its share of the scores', come from dy.
             biases += [*self.biases.gate_up(self.expert), self.biases.b2, *dy, of_biases]
         dh, dh_scale, a_q, a_scale, ds_M, *dbias = ops.swiglu_quantize_backward(
             d_MH, *hidden, score_M, offsets_E, self.expert, recompute_a, *biases
@@ -164,7 +159,7 @@ class FFN(NamedTuple):
     def in_expert_order(self, x: Rows) -> Rows:
         if self.routing.token_M is None:  # one group
             return x
-        T = self.routing.row_TK.shape[0]  # where shared experts read the same rows, others pad their group
+        T = self.routing.row_TK.shape[0]  # shared experts that read the same rows have padded them
         return in_expert_order(Rows(x.q[:T], x.scale[:T]), self.routing)
 
     def record(self, x: Rows, dh: Rows, a: Rows | None, dy: Rows, operands: WeightOperands) -> None:

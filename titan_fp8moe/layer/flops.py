@@ -37,7 +37,7 @@ def _hidden_flops(
     rows: int, weights: Sequence[torch.Size | None], backward: BackwardSpec, with_dw2: bool, with_dx: bool = False
 ) -> int:
     """FLOPs of the first half of an FFN's backward; with one group of rows it may make the input's gradient too."""
-    of_w13 = with_dx + (not backward.keeps_hidden)
+    of_w13 = with_dx + (not backward.keeps_h)
     return (1 + with_dw2) * _product_flops(rows, weights[1:2]) + of_w13 * _product_flops(rows, _gate_up(weights))
 
 

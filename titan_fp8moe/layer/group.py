@@ -23,7 +23,7 @@ from titan_fp8moe.kernels.sizes import MAX_ROWS
 from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
-from titan_fp8moe.layer.operands import SWIGLU, WeightCache, WeightOperands, aliases, copies_for, pack_weights
+from titan_fp8moe.layer.operands import SWIGLU, W2, W13, WeightCache, WeightOperands, aliases, copies_for, pack_weights
 from titan_fp8moe.layer.saved import SavedGroup, group_flags, hidden_gradients_flags, pack, unpack
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
@@ -34,11 +34,10 @@ from titan_fp8moe.spec import BackwardSpec, ExpertSpec, decode, encode
 # --- one group of rows ------------------------------------------------------------------------------------------------
 
 
-def ffn_of_group(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec, dim: int | None) -> FFN:
-    """The FFN of these rows: one group, no router, no permutation. They may have scores. ``dim``: D, which the rows pad
-    to a multiple of 128; None for a backward's second half."""
+def ffn_of_group(rows: GroupRows, expert: ExpertSpec, backward: BackwardSpec) -> FFN:
+    """The FFN of these rows: one group, no router, no permutation. They may have scores."""
     none: Any = None
-    return FFN(expert, backward, Routing(rows.end, none, cast(Any, rows.score), none), dim=dim)
+    return FFN(expert, backward, Routing(rows.end, none, cast(Any, rows.score), none))
 
 
 def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[Tensor, SavedGroup]:
@@ -46,7 +45,7 @@ def group_forward(ffn: FFN, rows: GroupRows, operands: WeightOperands) -> tuple[
     with operands.held:
         (w13, w2), generations = operands.of_forward()
         a, hidden = ffn.activate(ffn.product(rows.quantized, w13))
-        return ffn.product(a, w2, None, ffn.dim), SavedGroup(rows, generations, a, hidden)
+        return ffn.product(a, w2, None, operands.like.w2.shape[1]), SavedGroup(rows, generations, a, hidden)
 
 
 def group_hidden_gradients(
@@ -56,16 +55,16 @@ def group_hidden_gradients(
     ``with_dw2`` the second is w2's. ``dy``: the output's."""
     x = saved.rows.quantized
     with operands.held:
-        hidden = saved.hidden or ffn.hidden(x, operands.plain(0, saved.generations))
-        grads, a = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(1, saved.generations))
+        hidden = saved.hidden or ffn.hidden(x, operands.plain(W13, saved.generations))
+        grads, a = ffn.hidden_gradients(dy, hidden, saved.a, operands.transposed(W2, saved.generations))
         del hidden  # h is freed after its last use
         if statistics.collecting() and ffn.backward.weights == "trained":
             ffn.record(x, grads.dh, a, dy, operands)
         dw2 = ffn.w2_grad(dy, a, operands) if with_dw2 else None
         del a
         if with_dx:
-            dx = ffn.product(grads.dh, operands.transposed(0, saved.generations), None, ffn.dim)
-            grads = grads._replace(dx=dx)
+            w13_t, D = operands.transposed(W13, saved.generations), operands.like.w2.shape[1]
+            grads = grads._replace(dx=ffn.product(grads.dh, w13_t, None, D))
     return grads, dw2
 
 
@@ -85,7 +84,7 @@ def _feed_forward(
     q, _, scale, end = ops.quantize_group(x_TD, None if nan_flags is None else nan_flags[X])
     rows = GroupRows(q, scale, end)
     operands = WeightOperands(weights)
-    y, saved = group_forward(ffn_of_group(rows, SWIGLU, spec, x_TD.shape[1]), rows, operands)
+    y, saved = group_forward(ffn_of_group(rows, SWIGLU, spec), rows, operands)
     return [_first_rows(y, x_TD).to(dtype), *pack(group_flags(spec, bool(operands.kept)), saved)]
 
 
@@ -104,7 +103,7 @@ def _feed_forward_hidden_gradients(
     q, _, scale, _ = ops.quantize_group(dy_TD, None if nan_flags is None else nan_flags[DY])
     operands = WeightOperands(weights)
     of_forward = unpack(group_flags(spec, bool(operands.kept)), iter(saved))
-    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, dy_TD.shape[1])
+    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec)
     grads, dw2 = group_hidden_gradients(ffn, of_forward, operands, Rows(q, scale), needs_dx, needs_dw2)
     dx = cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype) if needs_dx else None
     return [*pack((needs_dx, needs_dw2), (dx, dw2)), *pack(hidden_gradients_flags(False), grads)]
@@ -117,7 +116,7 @@ def _feed_forward_w13_grad(
     spec, operands = decode(BackwardSpec, backward), WeightOperands(weights)
     of_forward = unpack(group_flags(spec, bool(operands.kept), of_gemm_2=False), iter(saved))
     grads = unpack(hidden_gradients_flags(False), iter(halfway))
-    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec, None)
+    ffn = ffn_of_group(of_forward.rows, SWIGLU, spec)
     return [ffn.w13_grad(of_forward.rows.quantized, grads.dh, operands)]
 
 
@@ -130,7 +129,8 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD, w1, w2, w3, nan_flags, backward, cache, dtype):
         weights = one_expert(ExpertWeights(w1, w2, w3))
-        ctx.copies, ctx.spec, ctx.nan_flags, ctx.x_dtype = copies_for(cache, weights), backward, nan_flags, x_TD.dtype
+        ctx.copies = copies_for(cache, weights, SWIGLU)
+        ctx.spec, ctx.nan_flags, ctx.x_dtype = backward, nan_flags, x_TD.dtype
         packed = pack_weights(weights, ctx.copies, backward.weights == "frozen")
         y, *saved = _feed_forward_op(x_TD, packed, nan_flags, encode(backward), dtype)
         ctx.save_for_backward(*aliases((w1, w2, w3)), *saved)
@@ -257,7 +257,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK, w, config, cache, dtype, nan_flags, frozen):
         weight: ExpertWeights = ExpertWeights(w.unsqueeze(0), None)
-        ctx.copies, ctx.frozen, ctx.wgrad = copies_for(cache, weight), frozen, config.wgrad
+        ctx.copies, ctx.frozen, ctx.wgrad = copies_for(cache, weight, SWIGLU), frozen, config.wgrad
         ctx.nan_flags, ctx.x_dtype = nan_flags, x_TK.dtype
         y, q, scale, *saved = _linear_op(x_TK, pack_weights(weight, ctx.copies, frozen), nan_flags, dtype)
         rows = (None, None) if frozen else (q, scale)

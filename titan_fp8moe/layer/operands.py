@@ -294,6 +294,8 @@ def after_optimizer_step(*_: Any) -> None:
 
 
 SWIGLU = ExpertSpec()
+W13, W2 = 0, 1
+"""The places of an FFN's operands."""
 _COUNT = len(ExpertWeights._fields)
 _UNLOCKED = contextlib.nullcontext()
 
@@ -310,7 +312,7 @@ def groups_of(weights: ExpertWeights, expert: ExpertSpec) -> tuple[tuple[Any, ..
     return gate_up, (w2,)
 
 
-def copies_for(cache: WeightCache | None, weights: ExpertWeights, expert: ExpertSpec = SWIGLU) -> Copies | None:
+def copies_for(cache: WeightCache | None, weights: ExpertWeights, expert: ExpertSpec) -> Copies | None:
     """The cache's copies for these weights of experts; none without a cache, or for fake weights, such as those of
     torch.export: buffers are real. Nor do graphs that another process will run have any."""
     if cache is None or isinstance(weights.w1, FakeTensor):
@@ -331,7 +333,7 @@ def aliases(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
 def pack_weights(weights: ExpertWeights, copies: Copies | None, frozen: bool) -> list[Tensor | None]:
     """Weights as an op takes them, of one or of several experts; a linear's is w1. The list holds
 
-    * the weights; followed by the buffers of copies, if there are any;
+    * the weights; where there are copies, followed by their buffers and the count of optimizer steps, None if frozen;
     * or values and scales of weights that are stored in FP8;
     * or, of those that FSDP gathered in FP8, stand-ins with the parameters' shapes, then values and scales.
     """
@@ -364,6 +366,7 @@ class WeightOperands:
         self.copies: Copies | None = None
         self.held: Any = _UNLOCKED
         values = self.like
+        # 3 are plain weights, 6 stored in FP8, 9 gathered in FP8.
         if len(packed) not in (_COUNT, 2 * _COUNT, 3 * _COUNT):
             *buffers, self.steps = cast(list[Any], packed[_COUNT:])
             size = len(KeptOperand._fields)

@@ -35,7 +35,7 @@ class Experts(NamedTuple):
         ep_group: the ranks over which the experts are spread, in order; None where all experts are here.
         cache: keeps quantized copies of the weights; None where nothing is kept.
         frozen: none of the weights is trained.
-        biases, lora: None for experts that have none. :func:`run_layer` notes biases in ``expert``.
+        biases, lora: None for experts that have none. :func:`run_layer` sets ``expert.biased``.
         check_ids: refuse ids that are no expert's; else they count as -1.
         nan_flags: see :data:`titan_fp8moe.rows.X`; or None.
         host: copies weights stored in FP8 from host memory; None where they are on the device.

@@ -4,9 +4,9 @@ Ops take and return flat lists of tensors. For each record a function says, from
 tensors cross: it returns the record with a flag in place of each. :func:`pack` and :func:`unpack` follow these flags,
 depth first.
 
-A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. From both the
-first op of a backward makes gradients of GEMM 2's parameters and :class:`HiddenGradients`, and from all of these the
-second makes the other gradients. Both return theirs as :class:`Inputs`.
+A forward's op returns the output and :class:`Saved`, which autograd keeps with aliases of the parameters. The first op
+of a backward reads both. It returns the gradients of w2 and of its adapter, and :class:`HiddenGradients`. The second
+reads all of these, and returns the other gradients. Gradients come as :class:`Inputs`.
 """
 
 import functools
@@ -27,12 +27,11 @@ class LayerSpec(NamedTuple):
     """A layer apart from its tensors.
 
     Attributes:
-        shared: empty, or of shared experts that read the rows that are quantized for the routed ones, whether their
-            weights are ``trained`` or ``frozen``.
+        shared: empty without shared experts, else whether their weights are ``trained`` or ``frozen``.
         check_ids: refuse ids that are neither -1 nor one of the experts of all ranks.
         lora: of the routed experts' adapters, or None.
         shared_scored: whether the shared experts' output is multiplied by a score per token.
-        kept, shared_kept: whether a module keeps quantized copies of the weights, as the autograd function notes.
+        kept, shared_kept: whether a module keeps quantized copies of the weights; the autograd function sets it.
     """
 
     route: Route
@@ -53,6 +52,33 @@ class LayerSpec(NamedTuple):
     @property
     def shared_backward(self) -> BackwardSpec:
         return self.backward if self.shared == self.backward.weights else self.backward._replace(weights=self.shared)
+
+
+class Inputs(NamedTuple):
+    """The first arguments of :class:`titan_fp8moe.layer.experts.ExpertsFunction`, or one value for each: its gradient,
+    or whether it needs one. Weights that are stored in FP8 are not among them, but in
+    :class:`titan_fp8moe.layer.experts.Call`."""
+
+    x: Any = None
+    topk_scores: Any = None
+    topk_ids: Any = None
+    nan_flags: Any = None
+    shared_scores: Any = None
+    weights: Any = NO_WEIGHTS  # gradients from an op are WeightGrads
+    shared: Any = NO_WEIGHTS
+    biases: Biases | None = None
+    adapters: Any = ()  # a sequence
+
+    def flatten(self) -> tuple[Any, ...]:
+        return (*self[:-4], *self.weights, *self.shared, *(self.biases or ()), *self.adapters)
+
+    @classmethod
+    def of(cls, values: Sequence[Any], biased: bool) -> "Inputs":
+        """The inverse of :meth:`flatten`."""
+        x, scores, ids, flags, shared_scores, *rest = values
+        weights, shared, rest = ExpertWeights(*rest[:3]), ExpertWeights(*rest[3:6]), rest[6:]
+        biases, adapters = (Biases(*rest[:3]), rest[3:]) if biased else (None, rest)
+        return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
 
 
 # --- records and flat lists -------------------------------------------------------------------------------------------
@@ -141,8 +167,8 @@ class Saved(NamedTuple):
 
 def _gemm_2_flags(backward: BackwardSpec, of_gemm_2: bool) -> tuple[Any, Any]:
     """Of ``a`` and ``hidden``; None without ``of_gemm_2``."""
-    hidden = Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_hidden else None
-    return (_ROWS if backward.keeps_operand else None, hidden) if of_gemm_2 else (None, None)
+    hidden = Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_h else None
+    return (_ROWS if backward.keeps_a else None, hidden) if of_gemm_2 else (None, None)
 
 
 @functools.cache
@@ -150,7 +176,7 @@ def group_flags(
     backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, of_gemm_2: bool = True
 ) -> SavedGroup:
     """A :class:`SavedGroup` of flags; without ``of_gemm_2`` what is left after the backward's first op."""
-    keeps: Any = backward.keeps_rows
+    keeps: Any = backward.keeps_x
     rows = GroupRows(cast(Any, keeps and not shares_q), keeps, cast(Any, True), cast(Any, scored))
     return SavedGroup(rows, _GENERATIONS if kept else None, *_gemm_2_flags(backward, of_gemm_2))
 
@@ -160,41 +186,14 @@ def saved_flags(spec: LayerSpec, of_gemm_2: bool = True) -> Saved:
     """A :class:`Saved` of flags; without ``of_gemm_2`` what is left after the backward's first op."""
     kind, backward, shared = BACKENDS[spec.route.backend], spec.backward, None
     if spec.shared:
-        shares_q = backward.keeps_rows and not kind.travels
+        shares_q = backward.keeps_x and not kind.travels
         shared = group_flags(spec.shared_backward, spec.shared_kept, spec.shared_scored, shares_q, of_gemm_2)
-    arrived, generations = _all(kind.Arrived) if backward.keeps_rows else None, _GENERATIONS if spec.kept else None
+    arrived, generations = _all(kind.Arrived) if backward.keeps_x else None, _GENERATIONS if spec.kept else None
     last = _gemm_2_flags(backward, of_gemm_2)
     return Saved(_all(kind.State), _all(Routing), arrived, generations, shared, *last)
 
 
 # --- what a backward hands over ---------------------------------------------------------------------------------------
-
-
-class Inputs(NamedTuple):
-    """The first arguments of :class:`titan_fp8moe.layer.experts.ExpertsFunction`, or one value for each: its gradient,
-    or whether it needs one. Weights that are stored in FP8 are not among them, but in
-    :class:`titan_fp8moe.layer.experts.Call`."""
-
-    x: Any = None
-    topk_scores: Any = None
-    topk_ids: Any = None
-    nan_flags: Any = None
-    shared_scores: Any = None
-    weights: Any = NO_WEIGHTS  # gradients from an op are WeightGrads
-    shared: Any = NO_WEIGHTS
-    biases: Biases | None = None
-    adapters: Any = ()  # a sequence
-
-    def flatten(self) -> tuple[Any, ...]:
-        return (*self[:-4], *self.weights, *self.shared, *(self.biases or ()), *self.adapters)
-
-    @classmethod
-    def of(cls, values: Sequence[Any], biased: bool) -> "Inputs":
-        """The inverse of :meth:`flatten`."""
-        x, scores, ids, flags, shared_scores, *rest = values
-        weights, shared, rest = ExpertWeights(*rest[:3]), ExpertWeights(*rest[3:6]), rest[6:]
-        biases, adapters = (Biases(*rest[:3]), rest[3:]) if biased else (None, rest)
-        return cls(x, scores, ids, flags, shared_scores, weights, shared, biases, adapters)
 
 
 def hidden_gradients_flags(scored: bool, **more: Any) -> HiddenGradients:

@@ -34,7 +34,7 @@ class ExpertWeights(NamedTuple, Generic[W]):
         return contextlib.nullcontext(self)
 
     def for_backward(self) -> "tuple[list[Any], ExpertWeights[W] | None]":
-        """The tensors that autograd keeps, for :meth:`unpack`; or none, and weights that a backward reads anew."""
+        """The tensors that autograd keeps, for :meth:`unpack`; or empty ones, and weights that a backward reads."""
         return (self.pack() if isinstance(self.w1, Fp8Weight) else [*self]), None
 
     def pack(self) -> list[Tensor | None]:

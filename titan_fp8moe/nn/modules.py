@@ -85,12 +85,15 @@ class _RunsLayer(AddsLora):
         self.ep_group = parallel.group_of(cast(DTensor, next(self.parameters()))) if state["ep_group"] else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Wraps the scores in :class:`KeepDtype` under FSDP, whose mixed precision would cast them. After FSDP's hook
+        :func:`_unwrap_scores` takes them out."""
         inputs = [*args]
         for name in ("x", "topk_ids", "topk_scores")[len(args) :]:
             if name in kwargs:
                 inputs.append(kwargs.pop(name))
         if isinstance(self, FSDPModule):
-            inputs[2:3] = map(KeepDtype, inputs[2:3])
+            if len(inputs) > 2:
+                inputs[2] = KeepDtype(inputs[2])
             shared = kwargs.get("shared")
             if isinstance(shared, SharedExperts) and shared.scores is not None:
                 scores: Any = KeepDtype(shared.scores)

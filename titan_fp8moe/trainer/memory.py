@@ -410,7 +410,7 @@ def _saved_h(config: Fp8FlowMoEConfig, hidden: int) -> float:
     """Bytes per row of h and GEMM 2's operand, where an FFN keeps them."""
     backward, columns = config.backward, 2 * padded(hidden)
     h = _quantized(columns) if config.save_h == "fp8" else columns * BF16
-    return backward.keeps_hidden * h + backward.keeps_operand * _quantized(hidden)
+    return backward.keeps_h * h + backward.keeps_a * _quantized(hidden)
 
 
 def _backward(config: Fp8FlowMoEConfig, D: int, hidden: int) -> tuple[float, float, float]:
