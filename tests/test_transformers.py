@@ -33,8 +33,9 @@ from titan_fp8moe.torchao import is_moe
 
 T, D, H, E, K = 96, 256, 128, 6, 2
 VOCABULARY = 128
-# FP8 noise is 0.065, of the few score gradients up to 0.09. Gate and up exchanged, or a missing score, give 0.7.
-ONE_LAYER = 0.12
+# FP8 noise is 0.065, of the few score gradients up to 0.09, of clamped values up to 0.13. Gate and up exchanged, or a
+# missing score, give 0.7.
+ONE_LAYER = 0.16
 
 
 @pytest.fixture(autouse=True)
