@@ -255,16 +255,27 @@ def check(kind: str, settings: tuple[str, str], *skipped: str, group: Any = None
         assert {*check_calls(small_layer(kind, config), *skipped)} <= {*DENSE_OPS[kind.split()[0]]}
 
 
-CHECKS = [
-    *(pytest.param(s, (), id=f"{'-'.join(s)}, traced", marks=[pytest.mark.slow] * (s != DEFAULT)) for s in SAVED),
-    *(pytest.param(s, (TRACING,), id="-".join(s)) for s in SAVED if s != DEFAULT),
-]
+TRACED = "biased", "shared scored", "adapted", "stored", "kept", "ffn", "linear", "grouped_mm"
+KINDS = pytest.mark.parametrize("kind", [*LAYERS, *DENSE])
+SETTINGS = pytest.mark.parametrize("settings", SAVED, ids="-".join)
 
 
-@pytest.mark.parametrize(("settings", "skipped"), CHECKS)
-@pytest.mark.parametrize("kind", [*LAYERS, *DENSE])
-def test_opcheck_of_layers(kind, settings, skipped):
-    check(kind, settings, *skipped)
+@SETTINGS
+@KINDS
+def test_opcheck_of_layers(kind, settings):
+    check(kind, settings, TRACING)
+
+
+@pytest.mark.parametrize("kind", TRACED)
+def test_opcheck_of_traced_layers(kind):
+    check(kind, DEFAULT)
+
+
+@pytest.mark.slow
+@SETTINGS
+@KINDS
+def test_opcheck_of_all_traced_layers(kind, settings):
+    check(kind, settings)
 
 
 @pytest.fixture

@@ -125,6 +125,10 @@ FOUR_RANKS = {
     "ep2_fsdp2_fp8_gather_op_ac": _case(2, ep=2, fp8_flow_moe__recompute="experts", **FP8_GATHER, **OP_AC),
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
+SLOW = (  # another has most of what they have
+    *("tp2_linears", "tp2_padded", "pp2_zbv_llama3", "pp2_interleaved_zb", "pp2_dualpipev", "tp2_ep2_etp2_gpt_oss"),
+    *("pp2_fsdp2_zbv", "pp2_ep2_interleaved_zb", "pp2_ep2_dualpipev"),
+)
 FP8_TENSORS = "fsdp2", "ep2_compile_full_ac", "ep2_fsdp2", "hsdp2_ep2_fp8_gather"
 """At whose end the model's FP8 tensors are compared with an export's."""
 

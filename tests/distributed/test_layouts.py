@@ -19,14 +19,20 @@ FIRST_LOSS = {"linears": 1e-4}  # they round other sums: 1.5e-5 with torch 2.11
 
 
 @pytest.fixture(scope="session")
-def results(case_dir) -> WorkerResults:
-    groups = {1: [*cases.SINGLE], 2: [*cases.TWO_RANKS], 4: [*cases.FOUR_RANKS]}
+def results(case_dir, request) -> WorkerResults:
+    kept = [item for item in request.session.items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
+    asked = {item.callspec.params.get("case") for item in kept}
+    two, four = ([c for c in of if c in asked or c not in cases.SLOW] for of in (cases.TWO_RANKS, cases.FOUR_RANKS))
+    groups = {1: [*cases.SINGLE], 2: two, 4: four}
     return WorkerResults(
         case_dir, ("runner.py", "tests.distributed.training:run_layout"), groups, shared=("tokenizer", "data")
     )
 
 
-@pytest.mark.parametrize("case", [*cases.TWO_RANKS, *cases.FOUR_RANKS])
+LAYOUTS = [pytest.param(c, marks=[pytest.mark.slow] * (c in cases.SLOW)) for c in cases.TWO_RANKS | cases.FOUR_RANKS]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
 def test_layout_equals_one_process(results, case):
     variants = "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
     variant = next((v for v in variants if case.endswith(v)), None)

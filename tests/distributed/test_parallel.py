@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from experiments.reference import relative_error
-from tests.distributed.runner import gather_list, on_ranks, whole
+from tests.distributed.runner import Place, gather_list, on_ranks, whole
 from tests.layer import refused
 from tests.processes import ROOT
 from titan_fp8moe import (
@@ -152,7 +152,7 @@ def folder():
         dist.barrier()
 
 
-@on_ranks(2, 4)
+@on_ranks(2, pytest.param(Place(4), marks=pytest.mark.slow, id="4"))
 def test_the_pages_loop():
     """The functions of docs/parallel.md, against one process; it, and half as many ranks, resume what is saved."""
     page: dict[str, Any] = {}
