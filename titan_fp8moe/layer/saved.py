@@ -166,7 +166,7 @@ class Saved(NamedTuple):
 
 
 def _gemm_2_flags(backward: BackwardSpec, of_gemm_2: bool) -> tuple[Any, Any]:
-    """Of ``a`` and ``hidden``; None without ``of_gemm_2``."""
+    """The flags of ``a`` and ``hidden``; without ``of_gemm_2`` none."""
     hidden = Hidden(cast(Any, True), cast(Any, backward.save_h == "fp8")) if backward.keeps_h else None
     return (_ROWS if backward.keeps_a else None, hidden) if of_gemm_2 else (None, None)
 
