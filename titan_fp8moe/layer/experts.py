@@ -150,7 +150,8 @@ def _routed_experts_hidden_gradients(
     spec, nan_flag = decode(LayerSpec, layer), None if nan_flags is None else nan_flags[DY]
     needed, of_forward = Inputs.of(needs, spec.expert.biased), unpack(saved_flags(spec), iter(saved))
     flags, _ = gradients_flags(needed, spec.lora)
-    (T, D), routing, needs_dbias = dout_TD.shape, of_forward.routing, any(needed.biases or ())
+    (T, D), routing, generations = dout_TD.shape, of_forward.routing, of_forward.generations
+    needs_dbias = any(needed.biases or ())
     shared = dw2 = dw2_shared = None
     adapter_grads: Any = flags.adapters  # pack() reads no value whose flag is false
     tokens = BACKENDS[spec.route.backend].resume(of_forward.state, routing, spec.route, D)
@@ -170,10 +171,9 @@ def _routed_experts_hidden_gradients(
         else:
             pending = tokens.send(Rows(*ops.quantize_rows(dout_TD, nan_flag)))
         with operands.held:
-            w2_t, hidden = operands.transposed(W2, of_forward.generations), of_forward.hidden
+            w2_t, hidden = operands.transposed(W2, generations), of_forward.hidden
             if hidden is None:
-                w13 = operands.plain(W13, of_forward.generations)
-                hidden = ffn.hidden(tokens.arrived_rows(of_forward.arrived), w13)
+                hidden = ffn.hidden(tokens.arrived_rows(of_forward.arrived), operands.plain(W13, generations))
             dy = tokens.receive(pending)
             del pending
             routed, a = ffn.hidden_gradients(dy, hidden, of_forward.a, w2_t, needs_dbias)
@@ -201,8 +201,8 @@ def _routed_experts_gradients(
     adapters: list[Tensor],
     layer: str,
 ) -> list[Tensor]:
-    """The second half of a backward: the last gradients of :func:`titan_fp8moe.layer.saved.gradients_flags`, which are
-    those of x, scores, biases, and GEMM 1's weights and adapters.
+    """The second half of a backward: the last gradients of :func:`titan_fp8moe.layer.saved.gradients_flags`.
+    They are those of x, scores and biases, and of GEMM 1's weights and adapters.
 
     Args:
         halfway: what the first half has left to this one.
