@@ -489,6 +489,7 @@ SPREAD = PLAIN._replace(
 GEMM = PLAIN._replace(tokens=129, hidden=384, top_k=1, experts=1, dtype=torch.bfloat16)
 NAMED = [
     *(SPREAD, SPREAD._replace(lora=("w1", "w2"), frozen=("b1", "b2", "b3", "w1", "w2", "w3"))),
+    PLAIN._replace(tokens=129, dim=144, hidden=80, stored="fused", config=Fp8FlowMoEConfig(wgrad="bf16")),
     *(GEMM._replace(entry="linear", weight_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)),
     *(
         GEMM._replace(entry="grouped_mm", experts=3, routing="some nowhere", weight_dtype=dtype)
@@ -504,7 +505,7 @@ def test_any_layer(drawn_layer, group):
 @pytest.mark.parametrize("lies", ["rows", "swapped", "wider"])
 @pytest.mark.parametrize("layer", NAMED, ids=lambda layer: layer.entry)
 def test_gradients_lie_as_weights_do(layer, lies, group, seed):
-    """Of DTensors and of single GEMMs, since fused optimizers read memory by its address."""
+    """Of DTensors, of single GEMMs and of bf16 products, since fused optimizers read memory by its address."""
     check(layer._replace(lies=lies), seed, "autocast" if lies == "wider" else "compiled")
 
 
