@@ -15,8 +15,9 @@ from tests.layer import DEVICE, assert_equal, generations, refused, saved_bytes
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, grouped_ffn, ops, recipe
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
-from titan_fp8moe.layer.run import run_layer
+from titan_fp8moe.layer.run import Experts, Shared, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.spec import ExpertSpec
 
 
 class GroupedFFN(torch.nn.Module):
@@ -443,3 +444,14 @@ def test_a_teacher_in_replays():
         eager_out = forward()
         graphs[2].replay()
         assert torch.equal(torch.autograd.grad(eager_out.sum(), inputs[0])[0], want)
+
+
+def test_copies_of_shared_experts_follow_their_activation():
+    """Without a gate they are not padded as gate and up."""
+    shapes = (9, 128), (4, 128, 128), (4, 128, 128), (384, 128), (128, 384)
+    x, w1, w2, shared_w1, shared_w2 = (torch.randn(shape, device=DEVICE) for shape in shapes)
+    scores, ids = torch.rand(9, 4, device=DEVICE).topk(1)
+    experts = Experts(ExpertWeights(w1, w2), Fp8FlowMoEConfig(), expert=ExpertSpec.of("relu2"))
+    shared = ExpertWeights(shared_w1, shared_w2)
+    want, got = (run_layer(x, ids, scores, experts, Shared(shared, cache)) for cache in (None, WeightCache()))
+    assert torch.equal(got, want)
