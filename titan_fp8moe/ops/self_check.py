@@ -25,7 +25,7 @@ from titan_fp8moe.spec import ExpertSpec
 
 logger = logging.getLogger(__name__)
 
-TESTED = {((9, 0), "2.11", "3.6"), ((9, 0), "2.14", "3.8")}
+TESTED = {((9, 0), "2.11", "3.6"), ((9, 0), "2.14", "3.8"), ((9, 0), "2.15", "3.9")}
 """Compute capability, PyTorch and Triton on which the tests have run on a GPU."""
 
 OLDEST = (8, 9)
