@@ -37,6 +37,8 @@ DEQUANTIZED_ROWS = 32  # divides 128, so no CTA straddles offsets_E[-1]; not swe
 # Not measured: enough CTAs to fill an H100 twice, and few enough to be over at once where nothing has changed.
 REFRESH_CTAS = 2048
 SAMPLE_WARPS = 8
+TILE = tl.constexpr(SCALE_TILE)
+HEADER = tl.constexpr(STATE_HEADER)
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def round_both_ways(x):
 
 
 @triton.jit
-def _load_tiles(x, tile, num_tiles, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def _load_tiles(x, tile, num_tiles, COLUMNS: tl.constexpr):
     """Loads tiles (TILES, TILE) as fp32, zeros from the ``num_tiles``-th on. x is contiguous. Its rows are whole tiles
     or, with COLUMNS, have so many columns; then each row's last tile is filled up with zeros."""
     column, mask = tl.arange(0, TILE)[None, :], (tile < num_tiles)[:, None]
@@ -102,7 +104,7 @@ def _load_tiles(x, tile, num_tiles, COLUMNS: tl.constexpr, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tiles", "num_stored"])
 def _quantize_tiles_kernel(
     x, q, scale, nan_flag, num_tiles, num_stored, scale_t, end, COLUMNS: tl.constexpr, G: tl.constexpr,
-    TILES: tl.constexpr, TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """Quantizes the ``num_tiles`` tiles of x, and zeros behind them, see :func:`_load_tiles`, to q (num_stored, TILE),
     contiguous, and scale (num_stored,) uint8. With ``scale_t``, of R rows of G tiles, it also stores the scales
@@ -110,7 +112,7 @@ def _quantize_tiles_kernel(
     tile = tl.program_id(0).to(tl.int64) * TILES + tl.arange(0, TILES)
     mask = tile < num_stored
     at = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-    tiles = _load_tiles(x, tile, num_tiles, COLUMNS, TILE)
+    tiles = _load_tiles(x, tile, num_tiles, COLUMNS)
     values, byte = quantize_tiles(tiles)
     if nan_flag is not None:
         # Threads and CTAs may store at once, but all store 1.
@@ -161,7 +163,7 @@ def _quantize_tiles(
     # Rows are contiguous, so the result is one list of tiles.
     num_stored = R * tiles
     kernel[(cdiv(num_stored, TILES),)](
-        x_TD.contiguous(), q, scale, nan_flag, T * tiles, num_stored, *column_major, TILES=TILES, TILE=SCALE_TILE,
+        x_TD.contiguous(), q, scale, nan_flag, T * tiles, num_stored, *column_major, TILES=TILES,
         num_warps=WARPS, **constants,
     )  # fmt: skip
     return q, scale
@@ -170,7 +172,7 @@ def _quantize_tiles(
 @Kernel
 @triton.jit(do_not_specialize=["scale_stride_m", "scale_stride_k"])
 def _dequantize_rows_kernel(
-    q, scale, scale_stride_m, scale_stride_k, offsets_E, out, K, E: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+    q, scale, scale_stride_m, scale_stride_k, offsets_E, out, K, E: tl.constexpr, ROWS: tl.constexpr
 ):
     """CTA (tile column, row block). q and out: (M, K), contiguous."""
     tile, first = tl.program_id(0), tl.program_id(1) * ROWS
@@ -190,7 +192,7 @@ def dequantize_rows(q_MK, scale, offsets_E):
     out = torch.empty(M, K, dtype=torch.bfloat16, device=q_MK.device)
     _dequantize_rows_kernel[(K // SCALE_TILE, M // DEQUANTIZED_ROWS)](
         q_MK, scale, stride_m, stride_k, offsets_E, out, K,
-        E=offsets_E.shape[0], ROWS=DEQUANTIZED_ROWS, TILE=SCALE_TILE, num_warps=WARPS,
+        E=offsets_E.shape[0], ROWS=DEQUANTIZED_ROWS, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -240,7 +242,7 @@ def _words_of_bytes(byte):
 
 
 @triton.jit
-def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
+def store_words(q_t, words, row, stride, block):
     """Stores ``transposed_words`` of a block to columns block * 128..(block + 1) * 128 of ``row`` (128, 1) of q_t."""
     # As words: a row of q_t is a multiple of 128 bytes, so 4 divides its stride and every word is aligned.
     column = block * (TILE // 4) + tl.arange(0, TILE // 4)
@@ -250,7 +252,7 @@ def store_words(q_t, words, row, stride, block, TILE: tl.constexpr):
 @triton.jit
 def _quantize_block(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, k_block, out_block, e, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, k_block, out_block, e, BESIDE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Quantizes one 128x128 block of the operand: reads it once, writes it in one or both layouts.
 
@@ -289,27 +291,27 @@ def _quantize_block(
         for j in tl.static_range(4):
             tl.store(q + e * N * K + (row + j) * K + k[None, :], (rows[j].to(tl.float32) * factor).to(tl.float8e4nv))
     if q_t is not None:
-        store_words(q_t, transposed_words(x.to(tl.float32) * factor), e * K + k[:, None], N, out_block, TILE)
+        store_words(q_t, transposed_words(x.to(tl.float32) * factor), e * K + k[:, None], N, out_block)
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, byte.to(tl.uint8))
 
 
 @triton.jit(do_not_specialize=["num_rows", "last_num_rows"])  # the block assigns to the first
 def _quantize_weight_kernel(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, BESIDE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """CTA (k_block, out_block, e) quantizes one block."""
     k_block, out_block, e = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     _quantize_block(
         w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns,
-        q, q_t, scale, N, K, k_block, out_block, e, BESIDE, WHOLE, TILE,
+        q, q_t, scale, N, K, k_block, out_block, e, BESIDE, WHOLE
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "last_num_rows"])
 def _refresh_weight_kernel(
     w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block, num_columns, q,
-    q_t, scale, N, K, seen, BESIDE: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    q_t, scale, N, K, seen, BESIDE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_quantize_weight_kernel`, but only if the second entry of ``seen`` is set. Few CTAs share an expert's
     blocks, so that a launch which finds nothing to do is over at once."""
@@ -319,7 +321,7 @@ def _refresh_weight_kernel(
     for out_block in range(tl.program_id(1), N // TILE, tl.num_programs(1)):
         _quantize_block(
             w, stride_e, stride_n, num_rows, last_w, last_stride_e, last_stride_n, last_num_rows, last_block,
-            num_columns, q, q_t, scale, N, K, k_block, out_block, e, BESIDE, WHOLE, TILE,
+            num_columns, q, q_t, scale, N, K, k_block, out_block, e, BESIDE, WHOLE
         )  # fmt: skip
 
 
@@ -338,7 +340,7 @@ def _value_bits(w, stride_e, stride_n, index, N, K):
 @triton.jit(do_not_specialize=["force"])
 def _seen_weights_kernel(
     w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, force, generation, result, N, K, step,
-    count, PAIR: tl.constexpr, HEADER: tl.constexpr, BLOCK: tl.constexpr,
+    count, PAIR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One CTA of :func:`titan_fp8moe.recipe.seen_weights`. ``step`` lies between the samples of a weight, ``count`` of
     them, a multiple of BLOCK. ``result`` (2,) gets the copies' generation, and whether they must be made."""
@@ -429,7 +431,7 @@ def quantize_weight(weights, plain, transposed, beside=False):
     q, q_t, scale = empty_weight(weights[0], E, N, K, plain, transposed)
     (_quantize_beside if beside else _quantize)[(K // BLOCK, N // BLOCK, E)](
         *source, q if plain else None, q_t if transposed else None, scale, N, K,
-        WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS,
+        WHOLE=whole, num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale
 
@@ -445,19 +447,19 @@ def refresh_weight(weights, q, q_t, scale, state, steps, force, generation, besi
     count = (state.numel() - STATE_HEADER) // len(weights)
     _seen_weights_kernel[(1,)](
         w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, int(force), generation, seen, rows,
-        columns, sample_step(w), count, PAIR=len(weights) > 1, HEADER=STATE_HEADER, BLOCK=SAMPLES,
+        columns, sample_step(w), count, PAIR=len(weights) > 1, BLOCK=SAMPLES,
         num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     parts = min(N // BLOCK, cdiv(REFRESH_CTAS, K // BLOCK * E))
     (_refresh_beside if beside else _refresh)[(K // BLOCK, parts, E)](
-        *source, q, q_t, scale, N, K, seen, WHOLE=whole, TILE=BLOCK, num_warps=WEIGHT_WARPS
+        *source, q, q_t, scale, N, K, seen, WHOLE=whole, num_warps=WEIGHT_WARPS
     )
     return seen
 
 
 @Kernel
 @triton.jit(do_not_specialize=["blocks"])  # the kernel assigns to it
-def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N, K, TILE: tl.constexpr):
+def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N, K):
     """CTA (k_block, out_block, e) copies one 128x128 block of quantized weights into one or both layouts.
 
     w: (E, blocks * 128, K) and last_w: (E, N - blocks * 128, K) uint8, contiguous, concatenated along N.
@@ -478,7 +480,7 @@ def _join_weight_kernel(w, w_scale, blocks, last_w, last_scale, q, q_t, scale, N
         for j in tl.static_range(4):
             tl.store(q + e * N * K + (row + j) * K + k[None, :], rows[j])
     if q_t is not None:
-        store_words(q_t, _words_of_bytes(join_four(rows)), e * K + k[:, None], N, out_block, TILE)
+        store_words(q_t, _words_of_bytes(join_four(rows)), e * K + k[:, None], N, out_block)
     number = tl.load(w_scale + (e * blocks + n_block) * (K // TILE) + k_block)
     tl.store(scale + (e * (N // TILE) + out_block) * (K // TILE) + k_block, number)
 
@@ -492,7 +494,7 @@ def join_weight(w, w_scale, last_w, last_scale, plain, transposed):
     weights, scales = [w.contiguous().view(torch.uint8) for w in weights], [s.contiguous() for s in scales]
     _join_weight_kernel[(K // BLOCK, N // BLOCK, E)](
         weights[0], scales[0], weights[0].shape[1] // BLOCK, weights[-1], scales[-1],
-        q.view(torch.uint8) if plain else None, q_t.view(torch.uint8) if transposed else None, scale, N, K, TILE=BLOCK,
+        q.view(torch.uint8) if plain else None, q_t.view(torch.uint8) if transposed else None, scale, N, K,
         num_warps=WEIGHT_WARPS,
     )  # fmt: skip
     return q, q_t, scale

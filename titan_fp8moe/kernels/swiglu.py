@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_fp8moe.activations import ACTIVATIONS, MAX_PARAMETERS
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.quantize import quantize_tiles, round_both_ways, scale_tiles
+from titan_fp8moe.kernels.quantize import TILE, quantize_tiles, round_both_ways, scale_tiles
 from titan_fp8moe.kernels.routing import expert_of
 from titan_fp8moe.kernels.sizes import cdiv, empty_rows
 from titan_fp8moe.recipe import SCALE_TILE, column_major, padded
@@ -34,14 +34,14 @@ _NO_BIAS = dict(gate_bias=None, up_bias=None, BIAS_STRIDE_E=None, BIAS_STRIDE_H=
 
 
 @triton.jit
-def _store_tiles(q, scale, x, row, tile, M, D, TILE: tl.constexpr):
+def _store_tiles(q, scale, x, row, tile, M, D):
     """Quantizes x (ROWS, 128) into tile column ``tile`` of q (M, D) and of its column-major scales."""
     values, byte = quantize_tiles(x)
-    _store(q, scale, values, byte, row, tile, M, D, TILE)
+    _store(q, scale, values, byte, row, tile, M, D)
 
 
 @triton.jit
-def _store(q, scale, values, byte, row, tile, M, D, TILE: tl.constexpr):
+def _store(q, scale, values, byte, row, tile, M, D):
     """Stores e4m3 values (ROWS, 128) as tile column ``tile`` of q (M, D), and the bytes of their scales."""
     tl.store(q + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :], values)
     tl.store(scale + tile * M + row, byte)
@@ -53,14 +53,14 @@ def _dequantize(values, byte):
 
 
 @triton.jit
-def _load_tiles(x, byte, row, tile, D, TILE: tl.constexpr):
+def _load_tiles(x, byte, row, tile, D):
     """Loads tile column ``tile`` of x (M, D) as fp32 (ROWS, 128); x is bf16, or e4m3 whose scale bytes are ``byte``."""
     values = tl.load(x + row.to(tl.int64)[:, None] * D + tile * TILE + tl.arange(0, TILE)[None, :]).to(tl.float32)
     return values if byte is None else _dequantize(values, byte)
 
 
 @triton.jit
-def _load_scales(scale, row, tile, H, M, GATED: tl.constexpr, TILE: tl.constexpr):
+def _load_scales(scale, row, tile, H, M, GATED: tl.constexpr):
     """Loads the scale bytes (ROWS,) of gate and up for tile column ``tile``; ``scale`` is column-major."""
     byte = tl.load(scale + tile * M + row)
     return byte, tl.load(scale + (tile + H // TILE) * M + row) if GATED else byte
@@ -74,7 +74,7 @@ def _pairs(first, tile, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_pairs(h, scale, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr):
+def _load_pairs(h, scale, row, tile, M, TILES: tl.constexpr):
     """As :func:`_load_tiles` for h of TILES tile columns; zeros past the last."""
     at = row.to(tl.int64)[:, None] * (TILES * TILE) + (tile * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     values = tl.load(h + at, mask=(tile < TILES)[:, None], other=0.0).to(tl.float32)
@@ -84,26 +84,26 @@ def _load_pairs(h, scale, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit
-def _store_pairs(q, scale, values, byte, row, tile, M, TILES: tl.constexpr, TILE: tl.constexpr):
+def _store_pairs(q, scale, values, byte, row, tile, M, TILES: tl.constexpr):
     at = row.to(tl.int64)[:, None] * (TILES * TILE) + (tile * TILE)[:, None] + tl.arange(0, TILE)[None, :]
     tl.store(q + at, values, mask=(tile < TILES)[:, None])
     tl.store(scale + tile * M + row, byte, mask=tile < TILES)
 
 
 @triton.jit
-def _split(pairs, ROWS: tl.constexpr, TILE: tl.constexpr):
+def _split(pairs, ROWS: tl.constexpr):
     """Gate and up (ROWS, 128) of interleaved tiles (2 * ROWS, 128)."""
     return tl.split(tl.reshape(pairs, (ROWS, TILE, 2)))
 
 
 @triton.jit
-def _join(g, u, ROWS: tl.constexpr, TILE: tl.constexpr):
+def _join(g, u, ROWS: tl.constexpr):
     """The inverse of :func:`_split`."""
     return tl.reshape(tl.join(g, u), (2 * ROWS, TILE))
 
 
 @triton.jit
-def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr):
+def _load_bias(bias, tile, STRIDE: tl.constexpr, HIDDEN: tl.constexpr):
     """Loads tile column ``tile`` of an expert's bias as fp32 (1, 128), zeros past column HIDDEN."""
     column = tile * TILE + tl.arange(0, TILE)
     return tl.load(bias + column * STRIDE, mask=column < HIDDEN, other=0.0).to(tl.float32)[None, :]
@@ -124,7 +124,7 @@ def _swiglu_kernel(
     h, score, offsets_E, q, q_scale, h_q, h_scale, M, H, p0, p1, p2, gate_bias, up_bias, E: tl.constexpr,
     FORWARD: tl.constexpr, BEYOND: tl.constexpr, GATED: tl.constexpr, SCORE_FIRST: tl.constexpr,
     BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr, HIDDEN: tl.constexpr, PAIRED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """CTA (tile, row block) computes a tile of the operand, from one of gate and one of up.
 
@@ -141,17 +141,17 @@ def _swiglu_kernel(
     N = 2 * H if GATED else H
     pair_row, pair_tile = _pairs(first, tile, ROWS)
     if PAIRED is not None:
-        pairs = _load_pairs(h, None, pair_row, pair_tile, M, PAIRED, TILE)
-        g, u = _split(pairs, ROWS, TILE)
+        pairs = _load_pairs(h, None, pair_row, pair_tile, M, PAIRED)
+        g, u = _split(pairs, ROWS)
     else:
         pairs = None
-        g = _load_tiles(h, None, row, tile, N, TILE)
-        u = _load_tiles(h, None, row, up_tile, N, TILE) if GATED else g
+        g = _load_tiles(h, None, row, tile, N)
+        u = _load_tiles(h, None, row, up_tile, N) if GATED else g
     s = 1.0 if score is None else tl.load(score + row)[:, None]
     if gate_bias is not None:
         at = expert_of(offsets_E, first, E).to(tl.int64) * BIAS_STRIDE_E
-        b_g = _load_bias(gate_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE)
-        b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN, TILE) if GATED else b_g
+        b_g = _load_bias(gate_bias + at, tile, BIAS_STRIDE_H, HIDDEN)
+        b_u = _load_bias(up_bias + at, tile, BIAS_STRIDE_H, HIDDEN) if GATED else b_g
     else:
         b_g, b_u = None, None
     # Nothing is converted to e4m3 and back here: ptxas of CUDA 12.8, which Triton 3.6 has, then takes other values.
@@ -159,10 +159,10 @@ def _swiglu_kernel(
         kept, byte = scale_tiles(pairs)
         if BEYOND is not None:
             nearest, other = round_both_ways(kept)
-            g_read, u_read = _split(_dequantize(nearest, byte), ROWS, TILE)
+            g_read, u_read = _split(_dequantize(nearest, byte), ROWS)
             crossed = _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND, SCORE_FIRST)
-            kept = tl.where(_join(crossed[0].to(tl.int8), crossed[1].to(tl.int8), ROWS, TILE) != 0, other, kept)
-        _store_pairs(h_q, h_scale, kept.to(tl.float8e4nv), byte, pair_row, pair_tile, M, PAIRED, TILE)
+            kept = tl.where(_join(crossed[0].to(tl.int8), crossed[1].to(tl.int8), ROWS) != 0, other, kept)
+        _store_pairs(h_q, h_scale, kept.to(tl.float8e4nv), byte, pair_row, pair_tile, M, PAIRED)
     if h_q is not None and PAIRED is None:
         g_kept, g_byte = scale_tiles(g)
         u_kept, u_byte = scale_tiles(u)
@@ -172,15 +172,15 @@ def _swiglu_kernel(
             g_read, u_read = _dequantize(g_nearest, g_byte), _dequantize(u_nearest, u_byte)
             crossed = _crossed(g, u, g_read, u_read, s, b_g, b_u, p0, p1, p2, BEYOND, SCORE_FIRST)
             g_kept, u_kept = tl.where(crossed[0], g_other, g_kept), tl.where(crossed[1], u_other, u_kept)
-        _store(h_q, h_scale, g_kept.to(tl.float8e4nv), g_byte, row, tile, M, N, TILE)
+        _store(h_q, h_scale, g_kept.to(tl.float8e4nv), g_byte, row, tile, M, N)
         if GATED:
-            _store(h_q, h_scale, u_kept.to(tl.float8e4nv), u_byte, row, up_tile, M, N, TILE)
+            _store(h_q, h_scale, u_kept.to(tl.float8e4nv), u_byte, row, up_tile, M, N)
     if SCORE_FIRST:
         g, u = s * g, s * u
     out = FORWARD(_plus(g, b_g), _plus(u, b_u), p0, p1, p2)
     if not SCORE_FIRST:
         out *= s
-    _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
+    _store_tiles(q, q_scale, out, row, tile, M, H)
 
 
 @triton.jit
@@ -226,22 +226,21 @@ def swiglu_quantize(h_M2H, score_M, offsets_E, expert, keep_h, gate_bias=None, u
     warps = CLAMP_WARPS if keep_h and ACTIVATIONS[expert.activation].beyond is not None else WARPS
     _forward(expert.activation, gate_bias is not None, expert.interleaved)[(H // SCALE_TILE, M // ROWS)](
         h_M2H, score_M, offsets_E, q, q_scale, h_q if keep_h else None, h_scale if keep_h else None,
-        M, H, *_parameters(expert), *biases, E=offsets_E.shape[0],
-        SCORE_FIRST=expert.score_before_experts, ROWS=ROWS, TILE=SCALE_TILE, num_warps=warps, **constants,
+        M, H, *_parameters(expert), *biases, E=offsets_E.shape[0], SCORE_FIRST=expert.score_before_experts,
+        ROWS=ROWS, num_warps=warps, **constants,
     )  # fmt: skip
     return q, q_scale, h_q, h_scale
 
 
 @triton.jit
-def _sum_dy(dy, dy_scale, b2, partial, s, row, M, D: tl.constexpr, DIM: tl.constexpr, SCORE_FIRST: tl.constexpr,
-            TILE: tl.constexpr):  # fmt: skip
+def _sum_dy(dy, dy_scale, b2, partial, s, row, M, D: tl.constexpr, DIM: tl.constexpr, SCORE_FIRST: tl.constexpr):
     """Sums the CTA's rows of dy (M, D). Returns b2's part of ds (ROWS,), and stores b2's gradient to ``partial`` (D,),
     unless that is None."""
     ds_row = tl.zeros((row.shape[0],), tl.float32)
     for tile in tl.range(D // TILE):
-        y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D, TILE)
+        y = _load_tiles(dy, tl.load(dy_scale + tile * M + row), row, tile, D)
         if not SCORE_FIRST:
-            ds_row += tl.sum(y * _load_bias(b2, tile, 1, DIM, TILE), axis=1)
+            ds_row += tl.sum(y * _load_bias(b2, tile, 1, DIM), axis=1)
             y *= s
         if partial is not None:
             tl.store(partial + tile * TILE + tl.arange(0, TILE), tl.sum(y, axis=0))
@@ -249,7 +248,7 @@ def _sum_dy(dy, dy_scale, b2, partial, s, row, M, D: tl.constexpr, DIM: tl.const
 
 
 @triton.jit
-def _store_sums(partial, dg, du, tile, H, N, GATED: tl.constexpr, PAIRED: tl.constexpr, TILE: tl.constexpr):
+def _store_sums(partial, dg, du, tile, H, N, GATED: tl.constexpr, PAIRED: tl.constexpr):
     """Stores the CTA's sums of the biases' gradients, in the order of h's columns."""
     if PAIRED is not None:
         column = 2 * tile * TILE + tl.arange(0, 2 * TILE)
@@ -265,18 +264,18 @@ def _store_sums(partial, dg, du, tile, H, N, GATED: tl.constexpr, PAIRED: tl.con
 @triton.jit
 def _store_gradients(
     dh, dh_scale, dg, du, first, row, tile, M, H: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Quantizes gate's and up's gradients (ROWS, 128) into dh, at their tiles in h."""
     if PAIRED is not None:
-        values, byte = quantize_tiles(_join(dg, du, ROWS, TILE))
+        values, byte = quantize_tiles(_join(dg, du, ROWS))
         pair_row, pair_tile = _pairs(first, tile, ROWS)
-        _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED, TILE)
+        _store_pairs(dh, dh_scale, values, byte, pair_row, pair_tile, M, PAIRED)
     elif GATED:
-        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H, TILE)
-        _store_tiles(dh, dh_scale, du, row, tile + H // TILE, M, 2 * H, TILE)
+        _store_tiles(dh, dh_scale, dg, row, tile, M, 2 * H)
+        _store_tiles(dh, dh_scale, du, row, tile + H // TILE, M, 2 * H)
     else:
-        _store_tiles(dh, dh_scale, dg, row, tile, M, H, TILE)
+        _store_tiles(dh, dh_scale, dg, row, tile, M, H)
 
 
 @triton.jit
@@ -285,7 +284,7 @@ def _swiglu_backward_kernel(
     dy_scale, partial, H: tl.constexpr, E: tl.constexpr, FORWARD: tl.constexpr, BACKWARD: tl.constexpr,
     GATED: tl.constexpr, SCORE_FIRST: tl.constexpr, BIAS_STRIDE_E: tl.constexpr, BIAS_STRIDE_H: tl.constexpr,
     HIDDEN: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """A CTA takes whole rows, so that the order in which ds is summed is fixed. Without ``score`` there is no ds.
 
@@ -311,32 +310,32 @@ def _swiglu_backward_kernel(
         partial += tl.program_id(0).to(tl.int64) * (N + D)
     if dy is not None:
         sums = None if partial is None else partial + N
-        ds_row = _sum_dy(dy, dy_scale, b2 + expert * DIM, sums, s, row, M, D, DIM, SCORE_FIRST, TILE)
+        ds_row = _sum_dy(dy, dy_scale, b2 + expert * DIM, sums, s, row, M, D, DIM, SCORE_FIRST)
     # Scales are loaded one tile ahead by hand: Triton does not pipeline loads of single bytes.
     next_g_byte, next_u_byte = None, None
     if h_scale is not None and PAIRED is None:
-        next_g_byte, next_u_byte = _load_scales(h_scale, row, 0, H, M, GATED, TILE)
+        next_g_byte, next_u_byte = _load_scales(h_scale, row, 0, H, M, GATED)
     for tile in tl.range(H // TILE, num_stages=STAGES):
         up_tile = tile + H // TILE
         g_byte, u_byte = next_g_byte, next_u_byte
         if h_scale is not None and PAIRED is None:
             next_tile = tl.minimum(tile + 1, H // TILE - 1)
-            next_g_byte, next_u_byte = _load_scales(h_scale, row, next_tile, H, M, GATED, TILE)
-        da = _load_tiles(d, None, row, tile, H, TILE)
+            next_g_byte, next_u_byte = _load_scales(h_scale, row, next_tile, H, M, GATED)
+        da = _load_tiles(d, None, row, tile, H)
         if PAIRED is not None:
             pair_row, pair_tile = _pairs(first, tile, ROWS)
-            h_g, h_u = _split(_load_pairs(h, h_scale, pair_row, pair_tile, M, PAIRED, TILE), ROWS, TILE)
+            h_g, h_u = _split(_load_pairs(h, h_scale, pair_row, pair_tile, M, PAIRED), ROWS)
         else:
-            h_g = _load_tiles(h, g_byte, row, tile, N, TILE)
-            h_u = _load_tiles(h, u_byte, row, up_tile, N, TILE) if GATED else h_g
+            h_g = _load_tiles(h, g_byte, row, tile, N)
+            h_u = _load_tiles(h, u_byte, row, up_tile, N) if GATED else h_g
         if SCORE_FIRST:
             g, u = s * h_g, s * h_u
         else:
             g, u = h_g, h_u
         if gate_bias is not None:
-            g += _load_bias(gate_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+            g += _load_bias(gate_bias, tile, BIAS_STRIDE_H, HIDDEN)
             if GATED:
-                u += _load_bias(up_bias, tile, BIAS_STRIDE_H, HIDDEN, TILE)
+                u += _load_bias(up_bias, tile, BIAS_STRIDE_H, HIDDEN)
         out = FORWARD(g, u, p0, p1, p2)
         if not SCORE_FIRST:
             ds_row += tl.sum(da * out, axis=1)
@@ -344,14 +343,14 @@ def _swiglu_backward_kernel(
             da *= s
         dg, du = BACKWARD(g, u, da, p0, p1, p2)
         if partial is not None:
-            _store_sums(partial, dg, du, tile, H, N, GATED, PAIRED, TILE)
+            _store_sums(partial, dg, du, tile, H, N, GATED, PAIRED)
         if SCORE_FIRST:
             ds_row += tl.sum(dg * h_g + du * h_u if GATED else dg * h_g, axis=1)
             dg *= s
             du *= s
-        _store_gradients(dh, dh_scale, dg, du, first, row, tile, M, H, GATED, PAIRED, ROWS, TILE)
+        _store_gradients(dh, dh_scale, dg, du, first, row, tile, M, H, GATED, PAIRED, ROWS)
         if q is not None:
-            _store_tiles(q, q_scale, out, row, tile, M, H, TILE)
+            _store_tiles(q, q_scale, out, row, tile, M, H)
     if score is not None:
         tl.store(ds + row, ds_row)
 
@@ -418,9 +417,8 @@ def swiglu_quantize_backward(
     _backward(expert.activation, gate_bias is not None, expert.interleaved)[(M // BACKWARD_ROWS,)](
         d_MH, h_M2H, None if h_scale is None else column_major(h_scale), score_M, offsets_E,
         dh, dh_scale, q if recompute_a else None, q_scale if recompute_a else None, ds, M,
-        *parameters, *biases, H=H,
-        E=offsets_E.shape[0], SCORE_FIRST=expert.score_before_experts, STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS,
-        TILE=SCALE_TILE, num_warps=BACKWARD_WARPS, **constants,
+        *parameters, *biases, H=H, E=offsets_E.shape[0], SCORE_FIRST=expert.score_before_experts,
+        STAGES=BACKWARD_STAGES, ROWS=BACKWARD_ROWS, num_warps=BACKWARD_WARPS, **constants,
     )  # fmt: skip
     results = [dh, dh_scale, q, q_scale, ds]
     if partial is not None and gate_bias is not None and b2 is not None:

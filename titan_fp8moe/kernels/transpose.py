@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from titan_fp8moe.kernels.launch import Kernel
-from titan_fp8moe.kernels.quantize import join_four, load_four, store_words, transposed_words
+from titan_fp8moe.kernels.quantize import TILE, join_four, load_four, store_words, transposed_words
 from titan_fp8moe.kernels.sizes import next_power_of_2
 from titan_fp8moe.recipe import BLOCK, SCALE_TILE, check_mode
 
@@ -36,7 +36,6 @@ def _row_exponent(scale, stride_m, stride_g, row, TILES: tl.constexpr, PAD: tl.c
 def _balance_exponent_kernel(
     x_scale, token_M, dy_scale, balance, offsets_E, x_stride_g, dy_stride_m, dy_stride_g, X_STRIDE_M: tl.constexpr,
     X_TILES: tl.constexpr, X_PAD: tl.constexpr, DY_TILES: tl.constexpr, DY_PAD: tl.constexpr, E: tl.constexpr,
-    TILE: tl.constexpr,
 ):  # fmt: skip
     """Writes :func:`titan_fp8moe.recipe.balance_exponent` to balance (M,) int32; a row of zeros has scale byte 1.
 
@@ -71,7 +70,7 @@ def _gather_four(x, stride, row, padding):
 
 
 @triton.jit
-def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE: tl.constexpr):
+def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g):
     """Loads block (m_block, g) of (M, D) in the form that ``transposed_words`` takes.
 
     Row m is row token_M[m] of q and scale, or row m if token_M is None. Padding (-1) reads as zeros with scale byte 1.
@@ -93,10 +92,9 @@ def _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE:
 
 
 @triton.jit
-def _shift_block(q, stride, scale, stride_m, stride_g, token_M, balance, SIGN: tl.constexpr, qT, scaleT, m_block, g, M,
-                 TILE: tl.constexpr):  # fmt: skip
+def _shift_block(q, stride, scale, stride_m, stride_g, token_M, balance, SIGN: tl.constexpr, qT, scaleT, m_block, g, M):
     """Transposes one 128x128 block to the largest scale of its rows, after adding SIGN * balance to their exponents."""
-    values, byte, row = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g, TILE)
+    values, byte, row = _load_block(q, stride, scale, stride_m, stride_g, token_M, m_block, g)
     if balance is not None:
         # x loses what dy gains, so their product keeps its scale. The sum may be less than 1, hence int32.
         byte += SIGN * join_four(load_four(balance + row, 1))
@@ -107,7 +105,7 @@ def _shift_block(q, stride, scale, stride_m, stride_g, token_M, balance, SIGN: t
     words = transposed_words(values.to(tl.float16) * factor[:, None, :, :])
     # Row d of the result begins at d * M, which may exceed 31 bits.
     d = (g * TILE + tl.arange(0, TILE)).to(tl.int64)
-    store_words(qT, words, d[:, None], M, m_block, TILE)
+    store_words(qT, words, d[:, None], M, m_block)
     tl.store(scaleT + g * (M // TILE) + m_block, block_byte.to(tl.uint8))
 
 
@@ -115,7 +113,7 @@ def _shift_block(q, stride, scale, stride_m, stride_g, token_M, balance, SIGN: t
 @triton.jit
 def _shift_pair_kernel(
     x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy, dy_scale, dy_stride_m, dy_stride_g, balance, offsets_E,
-    xT, xT_scale, dyT, dyT_scale, M, D, N, E: tl.constexpr, TILE: tl.constexpr,
+    xT, xT_scale, dyT, dyT_scale, M, D, N, E: tl.constexpr,
 ):  # fmt: skip
     """CTA (m_block, g) transposes one block: of x for g < D // 128, else of dy. balance is None for scaling_aware.
 
@@ -126,12 +124,10 @@ def _shift_pair_kernel(
     if m_block * TILE >= tl.load(offsets_E + E - 1):
         return
     if g < D // TILE:
-        _shift_block(
-            x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, balance, -1, xT, xT_scale, m_block, g, M, TILE
-        )
+        _shift_block(x, x_stride, x_scale, x_stride_m, x_stride_g, token_M, balance, -1, xT, xT_scale, m_block, g, M)
     else:
         g -= D // TILE
-        _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M, TILE)
+        _shift_block(dy, N, dy_scale, dy_stride_m, dy_stride_g, None, balance, 1, dyT, dyT_scale, m_block, g, M)
 
 
 def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode="balanced", token_M=None):
@@ -151,7 +147,7 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode="balanced", t
         _balance_exponent_kernel[(M // BLOCK,)](
             x_scale, token_M, dy_scale, balance, offsets_E, x_stride_g, *dy_strides,
             X_STRIDE_M=x_stride_m, X_TILES=D // SCALE_TILE, X_PAD=next_power_of_2(D // SCALE_TILE),
-            DY_TILES=N // SCALE_TILE, DY_PAD=next_power_of_2(N // SCALE_TILE), E=E, TILE=BLOCK,
+            DY_TILES=N // SCALE_TILE, DY_PAD=next_power_of_2(N // SCALE_TILE), E=E,
             # With 4 warps, gathered rows of 56 scales spill registers in Triton 3.6.
             num_warps=4 if token_M is None else 8,
         )  # fmt: skip
@@ -159,6 +155,6 @@ def transpose_pair(x_MD, x_scale, dy_MN, dy_scale, offsets_E, mode="balanced", t
         check_mode(mode)
     _shift_pair_kernel[(M // BLOCK, (D + N) // BLOCK)](
         x_MD, x_stride, x_scale, x_stride_m, x_stride_g, token_M, dy_MN, dy_scale, *dy_strides, balance,
-        offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, TILE=BLOCK, num_warps=WARPS,
+        offsets_E, xT, xT_scale, dyT, dyT_scale, M, D, N, E=E, num_warps=WARPS,
     )  # fmt: skip
     return xT, xT_scale, dyT, dyT_scale
