@@ -88,7 +88,7 @@ def register(
     forward = functools.partial(_experts_forward, config=config, keep=unsupported == "keep", scales=scales)
     for name, registry in _REGISTRIES.items():
         patches.put(name, NAME, functools.partial(forward, registry=registry), checked_on="Transformers 5.17 to 5.24")
-    peft.run_beside(lambda experts: _is_chosen(experts) and _why_not(experts) is None)
+    peft.run_beside(lambda experts: _chooses(experts) and _is_chosen(experts) and _why_not(experts) is None)
     patches.log()
 
 
@@ -118,7 +118,12 @@ def _is_chosen(experts: Any) -> bool:
 def _all_experts(model: nn.Module, remove_duplicate: bool = True) -> dict[str, Any]:
     """Those that choose an implementation. PEFT's wrappers forward attributes, so a module's own count."""
     named = model.named_modules(remove_duplicate=remove_duplicate)
-    return {name: module for name, module in named if "is_concatenated" in vars(module)}
+    return {name: module for name, module in named if _chooses(module)}
+
+
+def _chooses(module: nn.Module) -> bool:
+    """Whether the module is of experts that choose an implementation."""
+    return "is_concatenated" in vars(module)
 
 
 def converted(model: nn.Module) -> list[str]:
@@ -211,12 +216,12 @@ def _experts_forward(
     first = _first(experts)
     w1, down, biases = getattr(experts, first), experts.down_proj, None
     stored = w1.dtype == FP8
+    frozen, cache = stored or are_frozen((w1, down)), None  # without gradients, transposes require none
     if experts.is_transposed:  # (E, D, 2H) and (E, H, D), read where they lie
         w1, down = w1.transpose(1, 2), down.transpose(1, 2)
     if experts.has_bias:
         biases = Biases(getattr(experts, f"{first}_bias"), experts.down_proj_bias)
     weights: ExpertWeights[Any] = ExpertWeights(w1, down)
-    frozen, cache = stored or are_frozen(weights), None
     if stored:
         if scales == "round":
             _round_scales(experts)
@@ -278,7 +283,7 @@ def _why_not(experts: Any) -> str | None:
     """Why the recipe does not serve these experts, or None."""
     first = _first(experts)
     dtype = getattr(experts, first).dtype
-    if dtype != FP8 and hasattr(experts, f"{first}_scale_inv"):
+    if dtype.is_floating_point and dtype != FP8 and hasattr(experts, f"{first}_scale_inv"):
         return f"its FP8 weights were cast to {dtype} without their scales; load it again, and cast no stored experts"
     if dtype not in (torch.bfloat16, torch.float32, FP8):
         return f"its weights are {dtype}; load them in bfloat16, quantized ones dequantized"
