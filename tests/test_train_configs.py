@@ -8,7 +8,7 @@ import pytest
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavors
 from tests.processes import run_script
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan.dry_run import _load, smallest_world_size
+from titan_fp8moe.torchtitan.dry_run import load, smallest_world_size
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -107,7 +107,7 @@ def test_a_missing_config_module_is_named(tmp_path: Path, table: bool):
         text = re.sub(r"(?s)\[fp8_flow_moe\].*?\n\n", "", text)
     (tmp_path / "job.toml").write_text(text)
     with pytest.raises(ValueError, match='set job.custom_config_module = "titan_fp8moe.torchtitan"'):
-        _load(str(tmp_path / "job.toml"), [])
+        load(str(tmp_path / "job.toml"), [])
 
 
 @pytest.mark.parametrize(("degrees", "ranks"), [
@@ -122,4 +122,4 @@ def test_a_missing_config_module_is_named(tmp_path: Path, table: bool):
 ])  # fmt: skip
 def test_smallest_world_size(degrees: str, ranks: int):
     flags = [f"--parallelism.{degree.replace('=', '_degree=')}" for degree in degrees.split()]
-    assert smallest_world_size(_load(f"{ROOT}/train_configs/deepseek_v3_16b.toml", flags)) == ranks
+    assert smallest_world_size(load(f"{ROOT}/train_configs/deepseek_v3_16b.toml", flags)) == ranks

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ def fp8_tensors(
     *,
     adapter: Any = None,
     quantize: Sequence[str] | None = None,
-    quantized_from: torch.dtype | None = None,
+    quantized_from: torch.dtype | Literal["fp32-routed"] | None = None,
     bucket_bytes: int = 1 << 30,
     gather: bool = True,
 ) -> Iterator[dict[str, Tensor]]:
@@ -48,7 +48,8 @@ def fp8_tensors(
             multiplies in FP8, as its modules name them, and in a model without any the routed experts'. If ``fp8_flow``
             was chosen for Transformers' experts that run otherwise, they leave in bf16, with a warning.
         quantized_from: the precision that training quantizes from. By default the parameters'; FSDP with mixed
-            precision gathers fp32 parameters in bf16, so fp32 DTensors need it said.
+            precision gathers fp32 parameters in bf16, so fp32 DTensors need it said. ``"fp32-routed"``: fp32 for the
+            routed experts, which it leaves alone if expert parallelism spans all ranks, and bf16 for everything else.
         bucket_bytes: the most bytes of a bucket; a larger tensor is one of its own.
         gather: whether each rank gets all experts, gathered one tensor at a time. Else it gets those that it holds, and
             experts are not communicated. Other tensors come on every rank.
@@ -81,7 +82,7 @@ def fp8_tensors(
                 precision = None
                 chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
                 if chosen and not stored and is_matrix(name, part):
-                    precision, found = quantized_from or _own_precision(name, value), True
+                    precision, found = _precision(name, value, quantized_from), True
                 yield exported(name, part, precision, ops.quantize_weight, stays_fp32(name))
         if not found:
             raise ValueError("nothing is quantized: no module is FP8, and quantize or .experts. matches no matrix")
@@ -89,11 +90,15 @@ def fp8_tensors(
     yield from buckets(tensors(), bucket_bytes)
 
 
-def _own_precision(name: str, value: Tensor) -> torch.dtype:
-    if isinstance(value, DTensor) and value.dtype == torch.float32:
-        gathered = "FSDP with mixed precision gathers it in bf16; set quantized_from to torch.bfloat16 or torch.float32"
-        raise ValueError(f"{name} is fp32 and sharded, and {gathered}")
-    return value.dtype
+def _precision(name: str, value: Tensor, quantized_from: Any) -> torch.dtype:
+    if quantized_from == "fp32-routed":
+        return torch.float32 if ROUTED in name else torch.bfloat16
+    if quantized_from is None and isinstance(value, DTensor) and value.dtype == torch.float32:
+        raise ValueError(
+            f"{name} is fp32 and sharded, and FSDP with mixed precision gathers in bf16, but not experts that expert "
+            "parallelism spreads over all ranks; set quantized_from to torch.bfloat16, torch.float32 or 'fp32-routed'"
+        )
+    return quantized_from or value.dtype
 
 
 def _parts(key: str, value: Tensor, to_hf: Callable[[dict], dict], gather: bool) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torchtitan.config import ConfigManager, JobConfig
+from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
@@ -21,7 +21,8 @@ from titan_fp8moe.export_fp8.format import ROUTED, is_matrix
 from titan_fp8moe.export_fp8.model_config import Fact
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import BLOCK
-from titan_fp8moe.torchtitan.dry_run import build_model, make_parallel_dims, smallest_world_size
+from titan_fp8moe.torchtitan.converter import NAME
+from titan_fp8moe.torchtitan.dry_run import build_model, load, make_parallel_dims, smallest_world_size
 from titan_fp8moe.torchtitan.modules import Fp8FlowExperts
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.plan import natural
@@ -46,7 +47,12 @@ class Job:
     """
 
     def __init__(self, toml: str, overrides: list[str], world_size: int | None = None):
-        config = ConfigManager().parse_args([f"--job.config_file={toml}", *overrides])
+        config = load(toml, overrides)
+        if NAME not in config.model.converters:
+            raise ValueError(
+                f"{toml} does not name the converter: add --job.custom_config_module titan_fp8moe.torchtitan "
+                f"--model.converters {NAME}, as for its training"
+            )
         config.checkpoint.enable = False  # nothing resumes here: other checkpoints of the run do not matter
         dims = make_parallel_dims(config, smallest_world_size(config) if world_size is None else world_size)
         with preflight.for_other_machines():

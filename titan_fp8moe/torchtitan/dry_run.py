@@ -146,7 +146,8 @@ def _hides_ops(block: Any) -> bool:
     return why_submodules(block) is not None or why_eager(block) is not None
 
 
-def _load(path: str | None, overrides: list[str]) -> JobConfig:
+def load(path: str | None, overrides: list[str]) -> JobConfig:
+    """A job's config. Raises ValueError if it cannot work."""
     unknown = f'{NAME} is unknown to torchtitan; set job.custom_config_module = "titan_fp8moe.torchtitan"'
     try:
         config = ConfigManager().parse_args([f"--job.config_file={path}", *overrides])
@@ -163,7 +164,7 @@ def _load(path: str | None, overrides: list[str]) -> JobConfig:
 
 def from_command_line(description: str | None) -> Built:
     """Builds the job of ``sys.argv``. Ends the process with the mistake, if there is one."""
-    return dry_run.from_command_line(description, "config", _load, smallest_world_size, _build, help="TOML file")
+    return dry_run.from_command_line(description, "config", load, smallest_world_size, _build, help="TOML file")
 
 
 def lacking(config: JobConfig) -> Iterator[str]:
