@@ -22,6 +22,9 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         self.seen |= event.seen
 
+    def wait_stream(self, other: "Stream") -> None:
+        self.seen |= other.seen
+
 
 class Event:
     """Stands for a GPU that works only when the host syncs. A capture makes external events nodes of a graph."""
@@ -115,3 +118,12 @@ def test_a_transfer_begins_after_what_is_before_it_and_ends_before_the_join(at, 
     at.scratch = [torch.empty(1)]
     at.join()
     assert ours == {"before", "meanwhile", "plan", "pull"} and not at.scratch
+
+
+def test_an_exchange_on_another_stream_waits_for_the_one_before(at, monkeypatch):
+    at.begin()
+    torch.cuda.current_stream().seen.add("forward")
+    at.in_flight, other = False, Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: other)
+    at.begin()
+    assert other.seen == {"forward"}

@@ -47,7 +47,7 @@ class AllToAllDispatch(base.Dispatch):
     counts_copied: torch.Event | None
 
     def __init__(self, state: State, route: Route):
-        self.state, self.route, self.group_name = state, route, route.group_name
+        self.state, self.route = state, route
 
     @classmethod
     def begin(cls, pairs: Pairs, route: Route, signature: int, check_ids: bool) -> "AllToAllDispatch":
@@ -55,9 +55,7 @@ class AllToAllDispatch(base.Dispatch):
         sent_TK, token_C, counts_N = ops.dispatch_routing(
             pairs.topk_ids_TK, route.num_ranks, pairs.num_local, signature, check_ids
         )
-        one_each = [1] * route.num_ranks
-        received_N = ops.wait(ops.start_all_to_all(counts_N.view(torch.uint8), one_each, one_each, route.group_name))
-        counts = torch.stack([counts_N, received_N.view(torch.int32)])
+        counts = torch.stack([counts_N, _exchanged(counts_N, route)])
         counts = _any_counts(counts) if counts.is_meta else counts.to("cpu", non_blocking=True)
         self = cls(State(sent_TK, token_C, counts), route)
         self.pairs = pairs
@@ -89,7 +87,7 @@ class AllToAllDispatch(base.Dispatch):
         sent_TK, token_C, _ = self.state
         send_splits, receive_splits = self.splits
         payload = ops.pack_dispatch(*rows, token_C, sent_TK, ids_TK, scores_TK, num_local)
-        return Pending(ops.start_all_to_all(payload, receive_splits, send_splits, self.group_name))
+        return Pending(ops.start_all_to_all(payload, receive_splits, send_splits, self.route.group_name))
 
     def receive(self, pending: Pending) -> Rows:
         payload = ops.wait(cast(Tensor, pending.rows))
@@ -123,9 +121,7 @@ class AllToAllDispatch(base.Dispatch):
         if row_capacity(sum(counts[-2] for counts in received_N), num_local) <= base.MAX_ROWS:
             return
         own = torch.tensor([*_arriving_rows(received_N), sum(self.splits[0])], dtype=torch.int32, device=ids_TK.device)
-        one_each = [1] * len(received_N)
-        sent_N = own.expand(len(one_each), 3).contiguous().view(torch.uint8)
-        rows_N = ops.wait(ops.start_all_to_all(sent_N, one_each, one_each, self.group_name)).view(torch.int32)
+        rows_N = _exchanged(own.expand(len(received_N), 3).contiguous(), self.route)
         for rank, (rows, capacity, num_sent) in enumerate(rows_N.tolist()):
             base.check_rows(f"rank {rank} of the expert-parallel group", rows, capacity, num_local, num_sent)
 
@@ -141,7 +137,7 @@ class AllToAllDispatch(base.Dispatch):
     def send_back(self, y_MD: Tensor | None, ds_M: Tensor | None = None, bias: RowBias | None = None) -> Pending:
         self.dim = cast(Tensor, y_MD).shape[1]
         payload = ops.pack_combine(cast(Tensor, y_MD), ds_M, self.routing.row_TK, *(bias or ()))
-        payload = ops.start_all_to_all(payload, *self.splits, self.group_name)
+        payload = ops.start_all_to_all(payload, *self.splits, self.route.group_name)
         return Pending(payload, with_gradients=ds_M is not None)
 
     def finish(self, pending: Pending, dtype: torch.dtype, addend_RD: Tensor | None) -> Returned:
@@ -150,6 +146,13 @@ class AllToAllDispatch(base.Dispatch):
         if not pending.with_gradients:
             return Returned(ops.unpermute_sum(rows, sent_TK, dtype, addend_RD))
         return Returned(*ops.unpermute_gradients(rows, cast(Tensor, ds), sent_TK, dtype, addend_RD))
+
+
+def _exchanged(rows_N: Tensor, route: Route) -> Tensor:
+    """A row of int32 from each rank, for one to each."""
+    one_each = [1] * route.num_ranks
+    received = ops.wait(ops.start_all_to_all(rows_N.view(torch.uint8), one_each, one_each, route.group_name))
+    return received.view(torch.int32)
 
 
 def _any_counts(counts: Tensor) -> Tensor:

@@ -150,6 +150,7 @@ class Workspace:
         self.rounds = torch.zeros(2, dtype=torch.int32, device=device)
         self.overflow, self.done = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
         self.stream = _transfers(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Stream | None = None  # of the exchange before
         self.scratch: list[Tensor | None] = []
         if device.type == "cuda":
             self._forked, self._moved = torch.cuda.Event(), torch.cuda.Event()
@@ -180,12 +181,19 @@ class Workspace:
         return self.sizes.sections()[name][0]
 
     def begin(self) -> None:
-        """Before an exchange. Raises RuntimeError if another is in flight, or if a rank has been late."""
+        """Before an exchange, which waits for one on another stream. Raises RuntimeError if another is in flight, or if
+        a rank has been late."""
         self.check_arrivals()
         if self.in_flight:
             self._end_interrupted()
         self.in_flight, self.interrupted = True, False
-        self.captured |= _is_capturing(self.memory.device)
+        if _is_capturing(self.memory.device):
+            self.captured = True
+        elif self.stream is not None:
+            current = torch.cuda.current_stream(self.memory.device)
+            if self._last is not None and self._last != current:  # peers may still pull what it has published
+                current.wait_stream(self._last)
+            self._last = current
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
