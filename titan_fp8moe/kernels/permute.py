@@ -80,7 +80,7 @@ def _permute_kernel(
 
 def permute_rows(q_TD, scale, row_TK, token_M, offsets_E):
     """Kernel of :func:`titan_fp8moe.ops.permute_rows`; rows from ``offsets_E[-1]`` on stay unwritten."""
-    (T, D), M, K = q_TD.shape, token_M.shape[0], row_TK.shape[1]
+    D, (T, K), M = q_TD.shape[1], row_TK.shape, token_M.shape[0]  # q may have more rows
     (q_stride, q_unit), (scale_stride, scale_unit) = q_TD.stride(), scale.stride()
     assert q_unit == 1 and (scale_unit == 1 or scale.shape[1] == 1)
     out, out_scale = empty_rows(q_TD, M, D)

@@ -157,10 +157,7 @@ class FFN(NamedTuple):
         return weight_grads(dh, rows, token_M, self.routing.offsets_E, mode, gate_up, parts)
 
     def in_expert_order(self, x: Rows) -> Rows:
-        if self.routing.token_M is None:  # one group
-            return x
-        T = self.routing.row_TK.shape[0]  # shared experts that read the same rows have padded them
-        return in_expert_order(Rows(x.q[:T], x.scale[:T]), self.routing)
+        return x if self.routing.token_M is None else in_expert_order(x, self.routing)  # else they are one group
 
     def record(self, x: Rows, dh: Rows, a: Rows | None, dy: Rows, operands: WeightOperands) -> None:
         """Counts operands of weight gradients for :mod:`titan_fp8moe.layer.statistics`. ``x``: as of

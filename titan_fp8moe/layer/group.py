@@ -24,7 +24,7 @@ from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
 from titan_fp8moe.layer.operands import SWIGLU, W2, W13, WeightCache, WeightOperands, aliases, copies_for, pack_weights
-from titan_fp8moe.layer.saved import SavedGroup, group_flags, hidden_gradients_flags, pack, unpack
+from titan_fp8moe.layer.saved import GROUP_HALFWAY, SavedGroup, group_flags, num_of_gemm_2, pack, unpack
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import BLOCK, STEP
@@ -106,7 +106,7 @@ def _feed_forward_hidden_gradients(
     ffn = ffn_of_group(of_forward.rows, SWIGLU, spec)
     grads, dw2 = group_hidden_gradients(ffn, of_forward, operands, Rows(q, scale), needs_dx, needs_dw2)
     dx = cast(Tensor, grads.dx)[: dy_TD.shape[0]].to(dtype) if needs_dx else None
-    return [*pack((needs_dx, needs_dw2), (dx, dw2)), *pack(hidden_gradients_flags(False), grads)]
+    return [*pack((needs_dx, needs_dw2), (dx, dw2)), *pack(GROUP_HALFWAY, grads)]
 
 
 def _feed_forward_w13_grad(
@@ -115,7 +115,7 @@ def _feed_forward_w13_grad(
     """The second half: the gradients of w1 and w3 in one. ``saved``: of the forward, without what is of GEMM 2."""
     spec, operands = decode(BackwardSpec, backward), WeightOperands(weights)
     of_forward = unpack(group_flags(spec, bool(operands.kept), of_gemm_2=False), iter(saved))
-    grads = unpack(hidden_gradients_flags(False), iter(halfway))
+    grads = unpack(GROUP_HALFWAY, iter(halfway))
     ffn = ffn_of_group(of_forward.rows, SWIGLU, spec)
     return [ffn.w13_grad(of_forward.rows.quantized, grads.dh, operands)]
 
@@ -147,7 +147,7 @@ class _FeedForward(torch.autograd.Function):
         flat = iter(_hidden_gradients_op(dy, saved, first, ctx.x_dtype, packed, ctx.nan_flags, encode(spec)))
         (dx, dw2), halfway, dw13 = unpack(first, flat), list(flat), None
         if needs_dw1 or needs_dw3:
-            del saved[len(saved) - spec.num_saved_of_gemm_2 :]
+            del saved[len(saved) - num_of_gemm_2(spec) :]
             [dw13] = _w13_grad_op(halfway, saved, packed, encode(spec))
         return dx, *matrix_grads(WeightGrads(dw13, dw2), matrices), None, None, None, None
 

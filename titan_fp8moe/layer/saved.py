@@ -171,6 +171,12 @@ def _gemm_2_flags(backward: BackwardSpec, of_gemm_2: bool) -> tuple[Any, Any]:
     return (_ROWS if backward.keeps_a else None, hidden) if of_gemm_2 else (None, None)
 
 
+def num_of_gemm_2(backward: BackwardSpec) -> int:
+    """How many tensors an FFN's forward saves that the backward of GEMM 2 alone reads."""
+    flags = _gemm_2_flags(backward, True)
+    return len(pack(flags, flags))
+
+
 @functools.cache
 def group_flags(
     backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, of_gemm_2: bool = True
@@ -196,16 +202,16 @@ def saved_flags(spec: LayerSpec, of_gemm_2: bool = True) -> Saved:
 # --- what a backward hands over ---------------------------------------------------------------------------------------
 
 
-def hidden_gradients_flags(scored: bool, **more: Any) -> HiddenGradients:
-    """A :class:`titan_fp8moe.layer.ffn.HiddenGradients` of flags. ``more``: its last fields."""
-    return HiddenGradients(_ROWS, cast(Any, scored), **more)
+GROUP_HALFWAY = HiddenGradients(_ROWS)
+"""Flags of what the backward of an FFN has between its two ops."""
 
 
 @functools.cache
 def halfway_flags(spec: LayerSpec, needs_dx: bool, needs_dbias: bool) -> tuple[HiddenGradients, HiddenGradients | None]:
     """Flags of what a layer's backward has between its two ops, of the routed experts and of any shared ones."""
-    routed = hidden_gradients_flags(True, dbias=needs_dbias)
-    return routed, hidden_gradients_flags(spec.shared_scored, dx=needs_dx) if spec.shared else None
+    flags: Any = HiddenGradients
+    shared = flags(_ROWS, spec.shared_scored, dx=needs_dx) if spec.shared else None
+    return flags(_ROWS, True, needs_dbias), shared
 
 
 def gradients_flags(needs: Inputs, lora: LoraSpec | None) -> tuple[Inputs, Inputs]:
