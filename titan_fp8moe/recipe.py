@@ -231,7 +231,7 @@ def num_samples(w_ENK: Tensor) -> int:
 
 
 def sample_step(w_ENK: Tensor) -> int:
-    """Distance of the samples in the flat weight: odd, so that they meet all columns, and within the weight."""
+    """Distance of the samples in the flat weight: odd, so that they meet all columns. Small weights are met again."""
     return max(w_ENK.numel() // num_samples(w_ENK) - 1, 0) | 1
 
 
@@ -261,7 +261,7 @@ def seen_weights(
     now = seen if steps is None else int(steps)
     if generation is not None and current == generation[0]:
         return False, state
-    at = torch.arange(num_samples(weights[0]), device=state.device) * sample_step(weights[0])
+    at = torch.arange(num_samples(weights[0]), device=state.device) * sample_step(weights[0]) % weights[0].numel()
     _, N, K = weights[0].shape
     samples = torch.cat([w[at // K // N, at // K % N, at % K] for w in weights])
     bits = samples.view(torch.int16 if samples.dtype == torch.bfloat16 else torch.int32).int()

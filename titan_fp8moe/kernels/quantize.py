@@ -339,11 +339,11 @@ def _value_bits(w, stride_e, stride_n, index, N, K):
 @Kernel
 @triton.jit(do_not_specialize=["force"])
 def _seen_weights_kernel(
-    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, force, generation, result, N, K, step,
-    count, PAIR: tl.constexpr, BLOCK: tl.constexpr,
+    w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, force, generation, result, N, K, size,
+    step, count, PAIR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One CTA of :func:`titan_fp8moe.recipe.seen_weights`. ``step`` lies between the samples of a weight, ``count`` of
-    them, a multiple of BLOCK. ``result`` (2,) gets the copies' generation, and whether they must be made."""
+    """One CTA of :func:`titan_fp8moe.recipe.seen_weights`. ``size`` is a weight's, ``step`` lies between its samples,
+    ``count`` of them, a multiple of BLOCK. ``result`` (2,) gets the copies' generation, and whether to make them."""
     seen = tl.load(state)
     now = seen if steps is None else tl.load(steps)
     stale, samples = (seen < 0) | (seen != now) | (force != 0), count
@@ -353,11 +353,11 @@ def _seen_weights_kernel(
     different = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, samples, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        bits = _value_bits(w, stride_e, stride_n, i.to(tl.int64) * step, N, K)
+        bits = _value_bits(w, stride_e, stride_n, i.to(tl.int64) * step % size, N, K)
         different |= bits ^ tl.load(state + HEADER + i)
         tl.store(state + HEADER + i, bits)
         if PAIR:
-            bits = _value_bits(last_w, last_stride_e, last_stride_n, i.to(tl.int64) * step, N, K)
+            bits = _value_bits(last_w, last_stride_e, last_stride_n, i.to(tl.int64) * step % size, N, K)
             different |= bits ^ tl.load(state + HEADER + count + i)
             tl.store(state + HEADER + count + i, bits)
     if generation is None:
@@ -447,7 +447,7 @@ def refresh_weight(weights, q, q_t, scale, state, steps, force, generation, besi
     count = (state.numel() - STATE_HEADER) // len(weights)
     _seen_weights_kernel[(1,)](
         w, stride_e, stride_n, last_w, last_stride_e, last_stride_n, state, steps, int(force), generation, seen, rows,
-        columns, sample_step(w), count, PAIR=len(weights) > 1, BLOCK=SAMPLES,
+        columns, w.numel(), sample_step(w), count, PAIR=len(weights) > 1, BLOCK=SAMPLES,
         num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     parts = min(N // BLOCK, cdiv(REFRESH_CTAS, K // BLOCK * E))

@@ -148,7 +148,11 @@ def before_first_kernel(gate: Callable[[], None]) -> None:
 def use_kernels(x: torch.Tensor) -> bool:
     """Whether functions run their kernels on ``x``; where launches are recorded, their Python alone. The first call on
     a GPU calls the gate, which may raise."""
-    return is_recording() or (x.is_cuda and not _emulating and (_gate is None or pass_gate()))
+    if is_recording() or _emulating:
+        return is_recording()
+    if not x.is_cuda and x.device.type not in ("cpu", "meta"):
+        raise RuntimeError(f"{x.device} is no GPU of NVIDIA's, which kernels need; set TITAN_FP8MOE_EMULATE=1")
+    return x.is_cuda and (_gate is None or pass_gate())
 
 
 def open_gate() -> AbstractContextManager[Any]:
