@@ -153,12 +153,12 @@ def test_reasons():
     """Those that no layout of tests/distributed has."""
     block = make_model().layers["1"]
     experts = block.moe.experts
-    experts.set_meshes(SimpleNamespace(), None)
+    experts.ep_mesh = SimpleNamespace()
     experts.config, experts.in_fsdp = Fp8FlowMoEConfig(dispatch="symmetric"), True
     assert compiling.why_eager(block) == "FSDP's hooks on the experts" and compiling.why_submodules(block) is None
     block.__class__ = type("OwnBlock", (type(block),), {})
     assert "in a OwnBlock that is not torchtitan's" in compiling.why_submodules(block)
-    experts.set_meshes(None, SimpleNamespace())
+    experts.ep_mesh, experts.tp_mesh = None, SimpleNamespace()
     assert compiling.why_submodules(block) == "tensor parallelism"
 
 

@@ -26,7 +26,7 @@ from titan_fp8moe.versions import installed
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a dry run of torchtitan 0.3 would begin to use the GPU
     use_inductors_ptxas()
-    release = "torchtitan" if (installed("torchtitan") or "").startswith("0.2.") else "torchtitan03"
+    release = "torchtitan03" if (installed("torchtitan") or "").startswith("0.3") else "torchtitan"
     adapter = importlib.import_module(f"titan_fp8moe.{release}.dry_run")
     built = adapter.from_command_line(__doc__)
     if failed := compile_all(layers(built.parts, built.tokens, built.moe_of)):

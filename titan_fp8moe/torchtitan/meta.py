@@ -34,7 +34,7 @@ def moe_of(module: Any) -> MetaMoE | None:
     shared = next((m for m in inside if isinstance(m, Fp8FlowFeedForward)), None)
 
     def forward(x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-        experts.set_meshes(experts.ep_mesh, None)
+        experts.tp_mesh = None
         return type(experts).forward(experts, x, ids, KeepDtype(scores), shared=shared)
 
     return MetaMoE(experts, experts, shared, cast(Any, module.router).top_k, True, forward)

@@ -36,8 +36,8 @@ class Fp8FlowExperts(TitanExperts):
 
     config: Fp8FlowMoEConfig
     cache: WeightCache
-    ep_mesh: DeviceMesh | None = None
-    tp_mesh: DeviceMesh | None = None
+    ep_mesh: DeviceMesh | None = None  # over which ranks the experts are spread
+    tp_mesh: DeviceMesh | None = None  # over which each of them is sharded
     nan_flags: Tensor | None = None
 
     @staticmethod
@@ -48,10 +48,6 @@ class Fp8FlowExperts(TitanExperts):
         if isinstance(experts, Fp8FlowGptOssExperts):
             experts.expert = gpt_oss_expert(experts.swiglu_limit, score_before_experts)
         add_cache(experts)
-
-    def set_meshes(self, ep_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
-        """Records over which ranks the experts are spread (``ep_mesh``) and each expert is sharded (``tp_mesh``)."""
-        self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
     def forward(
         self,

@@ -44,7 +44,7 @@ def _without_hooks(style: type[ParallelStyle], apply: Callable[..., nn.Module]) 
     def wrapper(self: ParallelStyle, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(self) is not style or not isinstance(module, Fp8FlowExperts):
             return apply(self, module, device_mesh)
-        module.set_meshes(*meshes(device_mesh))
+        module.ep_mesh, module.tp_mesh = meshes(device_mesh)
         return distribute_module(module, device_mesh, cast(Any, self)._partition_fn)
 
     return wrapper

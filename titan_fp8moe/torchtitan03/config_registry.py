@@ -7,7 +7,6 @@ own, ranks on a CPU that is slow in bf16 compute in float32.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace as _replace
 from typing import Any
 
@@ -34,17 +33,12 @@ def with_fp8_flow(config: tt.Trainer.Config, fp8_flow_moe: Fp8FlowMoEConfig | No
     return config
 
 
-def _extended(function: Callable[[], tt.Trainer.Config]) -> Callable[[], Fp8FlowTrainer.Config]:
-    @functools.wraps(function)
-    def config() -> Any:
-        config = with_fp8_flow(function())
-        config.training.mixed_precision_param = cpu.compute_dtype()
-        return config
-
+def _extended(config: tt.Trainer.Config) -> Any:
+    config = with_fp8_flow(config)
+    config.training.mixed_precision_param = cpu.compute_dtype()
     return config
 
 
-@_extended
 def deepseek_v3_16b_short() -> Any:
     """Four of the 16B model's layers and a vocabulary of 8,192, which fit one GPU. The quickstart trains it."""
     config: Any = tt.config_registry("deepseek_v3").deepseek_v3_16b()
@@ -59,11 +53,11 @@ def deepseek_v3_16b_short() -> Any:
     config.parallelism.expert_parallel_degree = 1
     config.activation_checkpoint = None
     config.compile = tt.CompileConfig(enable=True, components=["model", "loss"])
-    return config
+    return _extended(config)
 
 
 def _of_torchtitan(model: str, name: str) -> Fp8FlowTrainer.Config:
-    return _extended(getattr(tt.config_registry(model), name))()
+    return _extended(getattr(tt.config_registry(model), name)())
 
 
 for _model, _names in {

@@ -83,11 +83,13 @@ def _after_overrides(validate: Callable[[Any], None]) -> Callable[[Any], None]:
     return validate_
 
 
+@dataclass
 class Place:
     """A config and where it hangs in the tree, so that it can be replaced."""
 
-    def __init__(self, config: Any, parent: Any, key: str | int):
-        self.config, self.parent, self.key = config, parent, key
+    config: Any
+    parent: Any
+    key: str | int
 
     def replace(self, config: Any) -> None:
         self.config = config

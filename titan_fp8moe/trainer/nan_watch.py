@@ -30,8 +30,8 @@ class NanWatch:
 
     def __init__(self, names: list[str], layers: dict[str, nn.Module], device: str, logger: logging.Logger):
         self.names, self.device, self.logger = names, device, logger
-        self.seen: Tensor | None = None  # the first answer of the device, and what the host knows of it
-        self.answer: Tensor | None = None
+        self.seen = torch.full((), NOBODY, dtype=torch.int32, device=device)  # the first answer of the device
+        self.answer = torch.full((), NOBODY, dtype=torch.int32, device="cpu", pin_memory=self.seen.is_cuda)
         self.reported = False
         for name, module in layers.items():
             flags = torch.zeros(2, 16, dtype=torch.uint8, device=device)
@@ -39,16 +39,15 @@ class NanWatch:
 
     def after_step(self, model_parts: Iterable[nn.Module], step: int) -> None:
         """Warns of what the step before met, once, and asks about this one. All ranks must call it."""
-        answer = self.answer
-        if answer is not None and not self.reported:
-            self._report(int(answer), f"by step {step - 1}. Training goes on, but the weights are lost: resume from an")
+        if not self.reported:
+            self._report(
+                int(self.answer), f"by step {step - 1}. Training goes on, but the weights are lost: resume from an"
+            )
         first = self._first_here(model_parts)
         dist.all_reduce(first, op=dist.ReduceOp.MIN)  # always: a rank may read its answer later than another
         # The host may read late. The next steps, whose layers all hold NaNs, must not change the answer.
-        self.seen = first if self.seen is None else torch.where(self.seen < NOBODY, self.seen, first)
-        if answer is None:
-            answer = self.answer = torch.full((), NOBODY, dtype=torch.int32, device="cpu", pin_memory=first.is_cuda)
-        answer.copy_(self.seen, non_blocking=True)
+        self.seen = torch.where(self.seen < NOBODY, self.seen, first)
+        self.answer.copy_(self.seen, non_blocking=True)
 
     def report_here(self, model_parts: Iterable[nn.Module]) -> None:
         """Warns of what this rank has met, at once: for a job that ends."""
