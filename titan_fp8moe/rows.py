@@ -42,7 +42,8 @@ class Routing(NamedTuple):
         token_M: (M,) int32, the token of each row; -1 for padding.
         score_M: (M,) fp32, the router's score of each row; 0 for padding.
         row_TK: (T, K) int32, the row of each routed pair; -1 for a pair without one. With expert parallelism the tokens
-            are the C that were dispatched to this rank.
+            are the C that were dispatched to this rank. Over symmetric memory the pairs that it serves come first, and
+            ``pair_CK`` of the dispatch's state says which they are.
     """
 
     offsets_E: Tensor

@@ -42,7 +42,7 @@ class AllToAllDispatch(base.Dispatch):
     description: ClassVar = "all-to-all"
     syncs_host: ClassVar = True
 
-    dim: int
+    dim: int  # D; in a forward padded, until send_back
     pairs: Pairs | None = None  # in a forward, as is the next
     counts_copied: torch.Event | None
 

@@ -25,7 +25,8 @@ GROUP_SIZE_M = gl.constexpr(16)  # at most; all groups of a weight are equally h
 
 @aggregate
 class Problem:
-    """The kernel arguments that its tile scheduler needs."""
+    """The kernel arguments that its tile scheduler needs. The result is (E, N, K): the contraction runs along M, whose
+    blocks ``num_k_blocks`` counts."""
 
     offsets_E: gl.tensor
     N: gl.constexpr
