@@ -48,6 +48,7 @@ class Found(NamedTuple):
     place: tuple[int, str]
 
 
+NOTHING = Found(object(), (0, ""))
 Snapshot = dict[str, Found]
 
 
@@ -59,6 +60,8 @@ def snapshot() -> Snapshot:
         if path.split(".")[0] not in PACKAGES or type(module) is not ModuleType:
             continue
         for name, value in list(vars(module).items()):
+            if name == "__builtins__":  # Python's own, in every module
+                continue
             found[f"{path}:{name}"] = Found(value, (id(module), name))
             for item, inside in contents(value, is_hooks=name.endswith("_hooks")):
                 found[f"{path}:{name}{item}"] = Found(inside, (id(value), item))
@@ -83,15 +86,12 @@ def contents(value: Any, is_hooks: bool) -> Iterator[tuple[str, Any]]:
 
 def changed(before: Snapshot, after: Snapshot) -> dict[str, tuple[int, str]]:
     """Names whose values are others, with their places. Modules that were loaded in between count for nothing."""
-    modules, nothing = {name.partition(":")[0] for name in before}, Found(object(), (0, ""))
-    places = {
-        name: after.get(name, before.get(name, nothing)).place
-        for name in before.keys() | after.keys()
-        if name.partition(":")[0] in modules
-        and name.partition("[")[0] not in NOT_OURS
-        and before.get(name, nothing).value is not after.get(name, nothing).value
-        and type(after.get(name, nothing).value) is not ModuleType
-    }
+    modules, places = {name.partition(":")[0] for name in before}, {}
+    for name in before.keys() | after.keys():
+        old, new = before.get(name, NOTHING), after.get(name, NOTHING)
+        ours = name.partition(":")[0] in modules and name.partition("[")[0] not in NOT_OURS
+        if ours and old.value is not new.value and type(new.value) is not ModuleType:
+            places[name] = (old if new is NOTHING else new).place
     # A container that was replaced counts, and not what it holds.
     inside = {name for name in places if name.endswith(("]", "}"))}
     kept = {name for name in inside if name.split("[")[0].split("{")[0] not in places.keys() - inside}
