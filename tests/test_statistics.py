@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from experiments.reference import make_layer
 from tests.distributed.conftest import case_dir  # noqa: F401  a fixture
-from tests.jobs import fp8_flags
+from tests.jobs import convert, fp8_flags, make_config, make_model
 from tests.layer import DEVICE
 from tests.test_titan_jobs import train
 from titan_fp8moe import Fp8FlowLinear, ops, recipe, routed_experts
@@ -28,7 +29,6 @@ from titan_fp8moe.rows import Rows
 from titan_fp8moe.torchtitan.cpu import _histc_with_integers
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.compat import fix_shape_inference
-from titan_fp8moe.trainer.nan_watch import log_statistics
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,9 @@ def rows(x: torch.Tensor) -> Rows:
 
 def figures(x, a, dy, dh, weights, token_M, wgrad="balanced") -> dict[str, float]:
     offsets = torch.tensor([token_M.shape[0]], dtype=torch.int32, device=DEVICE)
-    pairs = [
-        tuple((kind, rows(t), 1, t.shape[1]) for kind, t in pair.items())
-        for pair in (dict(x=x, dh=dh), dict(a=a, dy=dy))
-    ]
+    x, a, dy, dh = ((kind, rows(t), 1, t.shape[1]) for kind, t in dict(x=x, a=a, dy=dy, dh=dh).items())
     gate, down, up = weights
-    statistics.record(pairs, [(gate, up), (down,)], offsets, token_M, wgrad)
+    statistics.record([(x, dh), (a, dy)], [(gate, up), (down,)], offsets, token_M, wgrad)
     return statistics.summarize(statistics.take(DEVICE))
 
 
@@ -96,18 +93,21 @@ def test_a_linear_counts_its_operands():
     assert result["dy/exponent_max"] == -8 and "w/exponent_max" in result and "dh/nan_tiles" not in result
 
 
-@pytest.mark.parametrize("kind", ["ffn", "relu2", "interleaved"])
-def test_padding_does_not_count(kind):
+LAYERS = {
+    "ffn": lambda x, w1, w2, w3, *_: feed_forward(x, ExpertWeights(w1[0], w2[0], w3[0]), Fp8FlowMoEConfig()),
+    "relu2": lambda x, w1, w2, w3, *routing: routed_experts(x, w1, w2, None, *routing, activation="relu2"),
+    "interleaved": lambda x, w1, w2, w3, *routing: routed_experts(
+        x, torch.cat([w1, w3], 1), w2, None, *routing, interleaved=True
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_padding_does_not_count(layer):
     """80 units take 80 of 128 columns, interleaved 160 of 256; none of them is zero, and gradients of padding are."""
-    x, scores, ids, (w1, w2, w3) = make_layer(128, 128, 80, 2, 1, device=DEVICE)
-    x, w1, w2, w3 = (t.abs().requires_grad_() for t in (x, w1, w2, w3))
+    x, scores, ids, weights = make_layer(128, 128, 80, 2, 1, device=DEVICE)
     statistics.collect()
-    if kind == "ffn":
-        out = feed_forward(x, ExpertWeights(w1[0], w2[0], w3[0]), Fp8FlowMoEConfig())
-    elif kind == "relu2":
-        out = routed_experts(x, w1, w2, None, ids, scores, activation="relu2")
-    else:
-        out = routed_experts(x, torch.cat([w1, w3], 1), w2, None, ids, scores, interleaved=True)
+    out = LAYERS[layer](*(t.abs().requires_grad_() for t in (x, *weights)), ids, scores)
     out.backward(torch.rand_like(out))
     result = statistics.summarize(statistics.take(DEVICE))
     for kind in ("x", "a", "dy", "dh", "w"):
@@ -143,12 +143,11 @@ def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
     token_M = torch.arange(M, dtype=torch.int32, device=DEVICE)
     result = figures(x, a, dy, dh, weights, token_M, wgrad)
     offsets = torch.tensor([M], dtype=torch.int32, device=DEVICE)
-    for kinds, pair in ((("x", "dh"), (x, dh)), (("a", "dy"), (a, dy))):
-        pair = [rows(t) for t in pair]
-        transposed = ops.transpose_pair(*pair[0], *pair[1], offsets, wgrad)
-        balance = recipe.balance_exponent(pair[0].scale, pair[1].scale) * (wgrad == "balanced")
-        results = transposed[:2], transposed[2:]
-        for kind, source, result_t, moved in zip(kinds, pair, results, (-balance, balance), strict=True):
+    for kinds, (left, right) in (("x", "dh"), (rows(x), rows(dh))), (("a", "dy"), (rows(a), rows(dy))):
+        transposed = ops.transpose_pair(*left, *right, offsets, wgrad)
+        balance = recipe.balance_exponent(left.scale, right.scale) * (wgrad == "balanced")
+        results = (left, transposed[:2], -balance), (right, transposed[2:], balance)
+        for kind, (source, result_t, moved) in zip(kinds, results, strict=True):
             before = recipe.dequantize(*source) * torch.exp2(moved.float()).unsqueeze(1)
             after = recipe.dequantize(*result_t).t()
             nonzero = before != 0
@@ -162,11 +161,9 @@ def test_flushed_and_rounded_are_what_the_transpose_does(wgrad, monkeypatch):
 def run_layer(recomputed: bool, recompute: str = "activation") -> None:
     torch.manual_seed(0)
     x, scores, ids, weights = make_layer(200, 128, 128, 4, 2, device=DEVICE)
-    call = (
-        functools.partial(routed_experts, config=Fp8FlowMoEConfig(recompute=recompute)),
-        *(t.requires_grad_() for t in (x, *weights)), ids, scores.requires_grad_(),
-    )  # fmt: skip
-    (checkpoint(*call, use_reentrant=False) if recomputed else call[0](*call[1:])).sum().backward()
+    layer = functools.partial(routed_experts, config=Fp8FlowMoEConfig(recompute=recompute))
+    layer = functools.partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
+    layer(*(t.requires_grad_() for t in (x, *weights)), ids, scores.requires_grad_()).sum().backward()
 
 
 @pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
@@ -215,28 +212,31 @@ def test_shape_inference_leaves_no_trace(group, monkeypatch):
     assert moe.tokens_per_expert.sum() == 2 * 2 * pairs  # of two steps; each microbatch is recomputed once
 
 
-def test_ranks_add_their_counts(monkeypatch):
+def test_ranks_add_their_counts_of_every_second_step(monkeypatch):
     logged, reduced = [], []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts: reduced.append(counts.mul_(2)))
-    statistics.collect()
-    run_layer(recomputed=False)
-    processor = SimpleNamespace(logger=SimpleNamespace(log=lambda figures, step: logged.append((figures, step))))
-    log_statistics(processor, 3, DEVICE)
-    ((figures, step),) = logged
-    assert figures["fp8_flow_moe/x/nan_tiles"] == 0 and step == 3 and not statistics.collecting()
-    assert reduced[0].split(statistics.SIZES, 1)[1][:, 1:].sum(1).tolist() == [800, 800, 800, 1600, 24]
+    config = make_config("--fp8_flow_moe.statistics_every=2", "--metrics.enable_tensorboard")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda counts, op=None: op or reduced.append(counts.mul_(2)))
+    processor = object.__new__(MetricsProcessor)
+    processor.job_config, processor.model_parts = config, []
+    processor.logger = SimpleNamespace(log=lambda figures, step: logged.append((figures, step)))
+    convert(config, make_model(config))
+    for step in range(1, 6):
+        run_layer(recomputed=False)
+        processor.should_log(step)
+    assert [(figures["fp8_flow_moe/x/nan_tiles"], step) for figures, step in logged] == [(0, 2), (0, 4)]
+    for counts in reduced:
+        assert counts.split(statistics.SIZES, 1)[1][:, 1:].sum(1).tolist() == [800, 800, 800, 1600, 24]
 
 
+@pytest.mark.slow
 def test_logged_by_torchtitan(case_dir: Path, tmp_path: Path):  # noqa: F811
     """Two ranks with expert parallelism and full checkpointing: every second step, beside the losses."""
     flags = "--metrics.enable_tensorboard", "--activation_checkpoint.mode=full"
     train(case_dir, tmp_path, 5, *fp8_flags(statistics_every=2), *flags)
-    (folder,) = (tmp_path / "tb").iterdir()
-    events = EventAccumulator(str(folder))
-    events.Reload()
+    events = EventAccumulator(str(*(tmp_path / "tb").iterdir())).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("fp8_flow_moe/")]
     assert {tag.split("/")[1] for tag in tags} == set(statistics.KINDS)
     for tag in tags:
-        assert [event.step for event in events.Scalars(tag)] == [2, 4], tag
-        assert all(math.isfinite(event.value) for event in events.Scalars(tag)), tag
+        steps, values = zip(*((event.step, event.value) for event in events.Scalars(tag)), strict=True)
+        assert steps == (2, 4) and all(map(math.isfinite, values)), tag
     assert len(events.Scalars("loss_metrics/global_avg_loss")) == 5
