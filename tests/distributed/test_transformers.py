@@ -6,6 +6,7 @@ by 30% and more, a forward that routes by itself by 100%.
 """
 
 import contextlib
+from typing import Any
 
 import peft
 import pytest
@@ -38,22 +39,22 @@ Found = tuple[float, dict[str, Tensor]]
 def make(expert_parallel: bool = False) -> nn.Module:
     """The same model on every rank, or with experts spread over ranks that have the same batch."""
     register()
-    arguments, ranks = {}, dist.get_world_size()
-    if expert_parallel and hasattr(DistributedConfig, "ep_size"):  # Transformers 5.23; 5.17 asks for it differently
-        plan = {"lm_head": "colwise_gather_output"}  # one is needed
-        config = DistributedConfig(tp_size=ranks, tp_plan=plan, ep_size=ranks, ep_implementation="all_reduce")
-        arguments["distributed_config"] = config
-    elif expert_parallel:
-        arguments["distributed_config"] = DistributedConfig(tp_size=ranks, enable_expert_parallel=True)
-    with folder() as saved:
-        if dist.get_rank() == 0:
-            torch.manual_seed(0)
-            transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(saved)
-        dist.barrier()
-        auto = transformers.AutoModelForCausalLM
-        model = auto.from_pretrained(saved, experts_implementation="fp8_flow", **arguments).to(DEVICE)
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG, experts_implementation="fp8_flow"))
+    if expert_parallel:
+        ranks = dist.get_world_size()
+        options: dict[str, Any] = dict(tp_size=ranks, enable_expert_parallel=True)
+        if hasattr(DistributedConfig, "ep_size"):  # Transformers 5.23; it needs a plan
+            plan = {"lm_head": "colwise_gather_output"}
+            options = dict(tp_size=ranks, tp_plan=plan, ep_size=ranks, ep_implementation="all_reduce")
+        with folder() as saved:
+            if dist.get_rank() == 0:
+                model.save_pretrained(saved)
+            dist.barrier()
+            auto, config = transformers.AutoModelForCausalLM, DistributedConfig(**options)
+            model = auto.from_pretrained(saved, experts_implementation="fp8_flow", distributed_config=config)
     assert len(converted(model)) == CONFIG["num_hidden_layers"]
-    return model
+    return model.to(DEVICE)
 
 
 def batches() -> list[Tensor]:
@@ -63,14 +64,14 @@ def batches() -> list[Tensor]:
 
 def gradients(model: nn.Module, batches: list[Tensor], routed: Tensor | None = None) -> Found:
     """The mean over the batches."""
-    losses = []
+    total = 0.0
     for tokens in batches:
         with contextlib.nullcontext() if routed is None else replay_routing(model, routed):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            (loss / len(batches)).backward()
-        losses.append(loss.item())
+            loss = model(input_ids=tokens, labels=tokens).loss / len(batches)
+            loss.backward()
+        total += loss.item()
     named = {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
-    return sum(losses) / len(losses), {name: whole(p.grad) for name, p in named.items()}
+    return total, {name: whole(p.grad) for name, p in named.items()}
 
 
 def assert_gradients(got: Found, want: Found, same_loss: bool = True) -> None:
@@ -138,11 +139,9 @@ def test_adapters() -> None:
     """PEFT's, under DDP and FSDP2."""
 
     def adapted() -> nn.Module:
-        model = make()
-        torch.manual_seed(1)
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         options = peft.LoraConfig(r=8, lora_alpha=16, target_modules=[], target_parameters=targets)
-        model = peft.get_peft_model(model, options)
+        model = peft.get_peft_model(make(), options)
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(param, std=0.05)
