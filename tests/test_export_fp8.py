@@ -24,9 +24,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from experiments.reference import relative_error
 from tests.layer import assert_equal, refused
+from tests.test_fp8_tensors import tensors_of
 from titan_fp8moe import recipe
 from titan_fp8moe.export_fp8 import __main__ as export_fp8
-from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.export_fp8.files import INDEX
 from titan_fp8moe.torchtitan import dry_run
 from titan_fp8moe.torchtitan.checkpoint import Job
@@ -76,10 +76,6 @@ def write(folder: Path, state: State, config: object = CONFIG, file: str = "mode
     save_file(state, folder / file)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def without(state: State, *parts: str) -> State:
-    return {name: value for name, value in state.items() if not any(part in name for part in parts)}
 
 
 # --- folders of Hugging Face's ----------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ def test_verify_finds_what_differs(export, tmp_path, name):
     assert "verified: 43 tensors" in export(folder, out, "--verify-only")
     tensors, right = load(out), load(out)
     tensors[name].view(torch.uint8)[-1:].bitwise_xor_(1)
-    for changed in (tensors, without(right, name), right | {name: right[name].unsqueeze(0)}):
+    for changed in (tensors, lose(name)(right), right | {name: right[name].unsqueeze(0)}):
         save_file(changed, out / SHARD)
         with refused(f"error: {name} is missing, or differs", error=SystemExit):
             export(folder, out, "--verify-only")
@@ -298,7 +294,7 @@ def test_what_the_published_model_has_in_fp32(job, export, checkpoint, tmp_path,
     """Stays so, in files and of a live model. Weights that are a pointer of git-lfs say nothing."""
     tiny, adapter, state = job
     hf = {name: value.contiguous() for name, value in adapter.to_hf(state).items()}
-    kept, out = {GATE, NORM} - ({GATE, NORM} if damage else set()), tmp_path / "out"
+    kept, out = set() if damage else {GATE, NORM}, tmp_path / "out"
     assets = write(tmp_path / "hf", {n: v if n in (GATE, NORM) else v.bfloat16() for n, v in hf.items()}, TINY)
     if damage:
         (assets / "model.safetensors").write_text("version https://git-lfs")
@@ -306,8 +302,8 @@ def test_what_the_published_model_has_in_fp32(job, export, checkpoint, tmp_path,
     assert f"{26 - len(kept)} tensors rounded from fp32 to bf16\n" in export(checkpoint, out, *options)
     live = copy.deepcopy(tiny).to_empty(device="cpu")
     live.load_state_dict(state)
-    buckets = fp8_tensors(live, adapter=DeepSeekV3StateDictAdapter(adapter.model_args, str(assets)))
-    sent, written = {name: value for bucket in buckets for name, value in bucket.items()}, load(out)
+    sent = tensors_of(live, adapter=DeepSeekV3StateDictAdapter(adapter.model_args, str(assets)))
+    written = load(out)
     assert sent.keys() == written.keys()
     assert_equal(sent.values(), [written[name] for name in sent])
     for name in (GATE, NORM, GATE.replace("1", "2"), HEAD):
@@ -347,7 +343,7 @@ def cast(dtype: torch.dtype):
 
 
 def lose(*parts: str):
-    return lambda state: without(state, *parts)
+    return lambda state: {name: value for name, value in state.items() if not any(part in name for part in parts)}
 
 
 FUSED = f"{PART}mlp.experts.gate_up_proj"
@@ -429,7 +425,7 @@ def test_a_config_to_start_from(export, tmp_path, monkeypatch, model, args, sett
     """A model from scratch has no config.json. With the one that the refusal prints, Transformers has its logits, and
     the export compares it with the model, also in safetensors. Of one that is wrong in every key, one error names all.
     Qwen3's format has no place for torchtitan's router bias."""
-    spec = get_train_spec(model)
+    spec, run = get_train_spec(model), tmp_path / "run"
     monkeypatch.setitem(spec.model_args, "small", args)
     overrides = f"--model.name={model}", "--model.flavor=small", "--training.seq_len=64"
     options = "--config", TOML, *overrides, "--assets", tmp_path, "--quantized-from", "fp32", "--verify"
@@ -439,28 +435,26 @@ def test_a_config_to_start_from(export, tmp_path, monkeypatch, model, args, sett
         trained.init_weights(buffer_device=torch.device("cpu"))
         for matrix in (param for param in trained.parameters() if param.ndim > 1):
             matrix.normal_(std=matrix.shape[-1] ** -0.5)
-    dcp.save(trained.state_dict(), checkpoint_id=tmp_path / "run")
+    dcp.save(trained.state_dict(), checkpoint_id=run)
     with pytest.raises(SystemExit) as refusal:
-        export(tmp_path / "run", tmp_path / "out", *options)
+        export(run, tmp_path / "out", *options)
     printed = str(refusal.value)
     assert printed.startswith(f"error: {tmp_path} has no config.json; name the model's folder with --assets. For a")
     config = json.loads(printed[printed.index("{") :])
+    assert config == config | settings
 
     state = {name: value.contiguous() for name, value in job.adapter.to_hf(trained.state_dict()).items()}
     folder = write(tmp_path / "fp32", state, config)
-
-    def compared(source: Path, config: dict[str, Any]) -> str:
-        (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for source in (run, folder):
         said = export(source, tmp_path / f"of {source.name}", *options)
         nameless = "warning: 2 tensors such as layers.0.moe.expert_bias have no name" in said
-        assert nameless == (model == "qwen3" and source != folder)
-        return said.partition(" states of ")[2].partition("\n")[0]
-
-    keys = {*compared(tmp_path / "run", config).split(", ")}
-    assert compared(folder, config) and settings.keys() | {"hidden_size", "num_hidden_layers"} <= keys
-    assert config == config | settings
+        assert nameless == (model == "qwen3" and source == run)
+        keys = {*said.partition(" states of ")[2].partition("\n")[0].split(", ")}
+        assert settings.keys() | {"hidden_size", "num_hidden_layers"} <= keys
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(keys, -1)))
     with refused(*(f"{key} = -1, but " for key in keys), ". Complete", error=SystemExit):
-        compared(tmp_path / "run", dict.fromkeys(keys, -1))
+        export(run, tmp_path / "other", *options)
     served = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for experts in (module.experts for module in trained.modules() if isinstance(module, MoE)):
         experts.use_grouped_mm = False  # that path is bf16

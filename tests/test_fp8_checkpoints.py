@@ -18,12 +18,11 @@ INTEGERS = {recipe.E8M0: torch.uint8, torch.float32: torch.int32, torch.bfloat16
 def test_the_module_keeps_bytes(dtype: torch.dtype):
     """Through casts, graphs and state dicts. It shares a fused weight's memory, and reads no other dtype's scales."""
     x, scores, ids, weights = make_layer(dtype=torch.bfloat16)
-    ints, stored = INTEGERS[dtype], [Fp8Weight.quantize(w) for w in weights]
-    if dtype != recipe.E8M0:  # then they are no powers of two
-        scales = [recipe.exp2(recipe.exponent(w.scale)) for w in stored]
-        scales = [(s * (0.5 + torch.rand_like(s))).to(dtype) for s in scales]
-        stored = [Fp8Weight(w.q, scale) for w, scale in zip(stored, scales, strict=True)]
-    w1, w2, w3 = stored
+    ints, powers = INTEGERS[dtype], [Fp8Weight.quantize(w) for w in weights]
+    w1, w2, w3 = powers
+    if dtype != recipe.E8M0:
+        scales = [recipe.exp2(recipe.exponent(w.scale)) for w in powers]
+        w1, w2, w3 = (Fp8Weight(w.q, (s * 1.3).to(dtype)) for w, s in zip(powers, scales, strict=True))
     experts = RoutedExperts.from_fp8(w1, w2, w3)
     want = routed_experts(x, w1, w2, w3, ids, scores)
     state = experts.state_dict()
@@ -43,7 +42,6 @@ def test_the_module_keeps_bytes(dtype: torch.dtype):
     with pytest.raises(RuntimeError, match="floating point"):
         experts.requires_grad_()
     if dtype != recipe.E8M0:
-        powers = [Fp8Weight.quantize(w.dequantize()) for w in (w1, w2, w3)]
         with refused(f"w2_scale is {ints}", "from_fp8", error=RuntimeError):
             RoutedExperts.from_fp8(*powers).load_state_dict(state)
         with refused("gate and up must share E, K and the dtype of scales"):

@@ -16,7 +16,6 @@ from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.nn.modules import fp8_parameters
 from titan_fp8moe.recipe import FP8
-from titan_fp8moe.trainer.experts import Fp8FFN
 from titan_fp8moe.trainer.plan import plain_name
 from titan_fp8moe.transformers import register
 
@@ -72,25 +71,10 @@ def test_modules_name_their_matrices():
     assert fp8_names(model) == {q_proj}
 
 
-class GatedFFN(Fp8FFN):
-    """As torchtitan 0.3's shared experts of Qwen3.5, whose gate runs in bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w2, self.w3 = (torch.nn.Linear(128, 128, bias=False) for _ in range(3))
-        self.gate, self.config = torch.nn.Linear(128, 1, bias=False), Fp8FlowMoEConfig()
-
-
-def test_names_of_matrices():
-    """Below a checkpoint's wrapper."""
-    for module, names in (
-        (GatedFFN(), ["w1.weight", "w2.weight", "w3.weight"]),
-        (RoutedExperts(4, 128, 128, bias=True), ["w1", "w2", "w3"]),
-        (RoutedExperts(4, 128, 128, activation="relu2"), ["w1", "w2"]),
-        (Fp8FlowLinear(128, 128), ["weight"]),
-    ):
-        model = torch.nn.ModuleDict({"ffn": checkpoint_wrapper(module)})
-        assert {plain_name(name) for name in fp8_parameters(model)} == {f"ffn.{name}" for name in names}
+@pytest.mark.parametrize(("options", "names"), [(dict(bias=True), "w1 w2 w3"), (dict(activation="relu2"), "w1 w2")])
+def test_names_below_a_checkpoints_wrapper(options, names):
+    model = torch.nn.ModuleDict({"ffn": checkpoint_wrapper(RoutedExperts(4, 128, 128, **options))})
+    assert {plain_name(name) for name in fp8_parameters(model)} == {f"ffn.{name}" for name in names.split()}
 
 
 def test_wrapped_and_tied_models(group):

@@ -1,11 +1,11 @@
 """PEFT's adapters of Transformers' experts, beside their FP8 weights. The reference is PEFT's own forward, in fp32."""
 
+from types import MethodType
 from typing import Any
 
 import peft
 import pytest
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -13,15 +13,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from experiments.reference import relative_error
 from tests.layer import DEVICE, CastCounter, assert_equal
 from tests.patched import undone
-from tests.test_transformers import (
-    bind,
-    fp8_experts,
-    loss_and_grads,
-    make_inputs,
-    make_model,
-    make_tokens,
-    other_experts,
-)
+from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, other_experts
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.peft import _hand_over, take_over
@@ -40,17 +32,16 @@ def lora_config(parameters: list[str] = BOTH, **options: Any) -> Any:
     return peft.LoraConfig(target_modules=[], target_parameters=parameters, **dict(r=8, lora_alpha=16) | options)
 
 
-def fill(model: torch.nn.Module, std: float = 0.05) -> None:
-    """Adapters that change something; PEFT begins with B = 0."""
+def fill(model: Any) -> Any:
+    """With adapters that change something; PEFT begins with B = 0."""
     for name, param in model.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(param, std=std)
-
-
-def make_adapted(parameters: list[str] = BOTH, **changes: Any) -> Any:
-    model = peft.get_peft_model(make_model(num_hidden_layers=1, **changes), lora_config(parameters))
-    fill(model)
+            torch.nn.init.normal_(param, std=0.05)
     return model
+
+
+def make_adapted(parameters: list[str] = BOTH) -> Any:
+    return fill(peft.get_peft_model(make_model(num_hidden_layers=1), lora_config(parameters)))
 
 
 def use(model: Any, implementation: str) -> Any:
@@ -67,9 +58,7 @@ def make_gpt_oss() -> Any:
     """Its weights are transposed, and square."""
     sizes = dict(hidden_size=128, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2, head_dim=32)
     config = GptOssConfig(**sizes, num_hidden_layers=1, vocab_size=512, pad_token_id=0)
-    model = peft.get_peft_model(GptOssForCausalLM(config), lora_config())
-    fill(model)
-    return model
+    return fill(peft.get_peft_model(GptOssForCausalLM(config), lora_config()))
 
 
 @pytest.mark.parametrize("parameters", [BOTH, BOTH[:1], BOTH[1:], None], ids=["both", "gate_up", "down", "gpt-oss"])
@@ -131,17 +120,15 @@ def test_replicas_have_their_own_adapters():
     logits(model, tokens)
     wrapper = model.get_base_model().model.layers[0].mlp.experts
     first, second = (wrapper.get_base_layer()._replicate_for_data_parallel() for _ in range(2))
-    with _hand_over(wrapper, first, ["default"]):
-        with _hand_over(wrapper, second, ["default"]):
-            assert take_over(second)
-        assert take_over(first) and not take_over(second)
+    with _hand_over(wrapper, first, ["default"]), _hand_over(wrapper, second, ["default"]):
+        assert take_over(second) and take_over(first) and not take_over(second)
 
 
 def test_experts_of_another_package_do_not_lose_adapters():
     """As under Liger: the forward that takes no adapters would leave them out."""
     model = use(make_adapted(), "fp8_flow")
     experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
-    bind(experts, other_experts)
+    experts.forward = MethodType(other_experts, experts)
     with pytest.raises(ValueError, match="forward of Qwen3MoeExperts has run without PEFT's adapters"):
         logits(model, make_tokens())
     assert not any("layers.0." in name for name in adapter.fp8_matrices(model))
@@ -151,19 +138,15 @@ def test_experts_of_another_package_do_not_lose_adapters():
 
 def test_weights_stored_in_fp8():
     """As bf16 experts of the same values, bit for bit. PEFT alone would add in bf16 and round to FP8 without scales."""
-    outs, models = [], [torch.nn.ModuleDict({"experts": experts}) for experts in fp8_experts()]
-    (x, ids, scores), generator = make_inputs(torch.bfloat16), torch.Generator(DEVICE)
-    for model in models:
-        model.requires_grad_(False)
+    outs, inputs = [], make_inputs(torch.bfloat16)
+    for experts in fp8_experts():
+        model = torch.nn.ModuleDict({"experts": experts.requires_grad_(False)})
         peft.inject_adapter_in_model(lora_config(["experts.gate_up_proj", "experts.down_proj"]), model)
-        adapters, _ = [p for name, p in model.named_parameters() if "lora_" in name], generator.manual_seed(0)
+        torch.manual_seed(0)
+        adapters = [p for name, p in model.named_parameters() if "lora_" in name]
         for p in adapters:
-            p.data = 0.05 * torch.randn(p.shape, device=DEVICE, generator=generator)
-        out = model["experts"](x, ids, scores)
-        out.float().square().sum().backward()
-        outs.append([out.detach(), *(p.grad for p in adapters)])
+            p.data = 0.05 * torch.randn(p.shape, device=DEVICE)
+        out = model["experts"](*inputs)
+        outs.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), adapters)])
     assert_equal(*outs)
     assert outs[0][1].any()
-    for wrapper in (module for module in models[0].modules() if isinstance(module, ParamWrapper)):
-        with pytest.raises(RuntimeError, match=r"Float8|add"):  # PEFT would add to codes without their scales
-            wrapper.merge()
