@@ -1,4 +1,4 @@
-"""The corrections to PyTorch raise when a private interface is gone."""
+"""The corrections to PyTorch. ``test_patches.py`` has what they say when a private interface is gone."""
 
 import functools
 from typing import Any
@@ -6,30 +6,17 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
-from tests.layer import refused
 from tests.patched import undone
-from titan_fp8moe import RoutedExperts, patches
+from titan_fp8moe import RoutedExperts
 from titan_fp8moe.trainer import compat
-
-
-def test_corrections_need_their_interfaces(monkeypatch: pytest.MonkeyPatch):
-    with undone(), monkeypatch.context() as patched:
-        patched.delattr(FSDPParamGroup, "wait_for_unshard")
-        with refused("FSDPParamGroup.wait_for_unshard, which", "does not exist here; install", error=RuntimeError):
-            compat.fix_selective_checkpointing()
 
 
 def test_selective_checkpointing_sees_no_range_of_the_profiler():
     """A recomputation may have others."""
     asked = []
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        with torch.profiler.record_function("range"):
-            return x.sin()
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         asked.append(str(op))
@@ -38,6 +25,7 @@ def test_selective_checkpointing_sees_no_range_of_the_profiler():
     with undone():
         compat.fix_selective_checkpointing()
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        block = torch.profiler.record_function("range")(torch.sin)
         checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=contexts)
     assert "aten.sin.default" in asked and "profiler" not in "".join(asked)
 
@@ -77,7 +65,6 @@ def test_compiled_modules_are_called_eagerly_for_a_while():
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (100, 100)])
 def test_the_recompile_limit_is_raised_and_never_lowered(before: int, after: int):
-    with undone(), torch._dynamo.config.patch(recompile_limit=before):
+    with torch._dynamo.config.patch(recompile_limit=before), undone():
         compat.raise_recompile_limit()
         assert torch._dynamo.config.recompile_limit == after
-        patches.undo_all()
