@@ -19,8 +19,7 @@ NOT_COPIED = ".git", ".venv*", "outputs", "build", "*.egg-info", "__pycache__", 
 
 def run(command: list[str], folder: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRITON"))}
-    result = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    subprocess.run(command, cwd=folder, env=environment, check=True)  # pytest shows what it says
 
 
 def files_below(folder: Path, *patterns: str) -> set[str]:

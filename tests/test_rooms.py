@@ -29,15 +29,12 @@ CORE_PACKAGES = {"torch", "triton", "titan_fp8moe", *sys.stdlib_module_names}
 ROOMS = ("experiments", "tests", "titan_fp8moe", "tools")
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 @cache
 def modules(room: str) -> dict[str, ast.Module]:
     """The syntax tree of each module of a room."""
-    return {module_name(path): ast.parse(path.read_text()) for path in sorted((ROOT / room).rglob("*.py"))}
+    paths = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / room).rglob("*.py"))]
+    names = {".".join(path.parts).removesuffix(".__init__"): path for path in paths}
+    return {name: ast.parse((ROOT / path).with_suffix(".py").read_text()) for name, path in names.items()}
 
 
 def room_of(module: str) -> str:
