@@ -383,6 +383,7 @@ REFUSALS: list[tuple[str, Callable[[State], State], dict[str, Any], str, str]] =
     ("dcp", lose(), dict(rope_parameters=dict(rope_theta=5e6)), FROM_BF16, "rope_theta = 5000000.0, but the model"),
     ("dcp", lose(), {}, "--model.flavor debugmodel", "not a checkpoint of deepseek_v3 debugmodel ... config of its"),
     ("dcp", lose(), {}, f"--model.flavor=odd {TP2}", "parts of [192, 256] on 2 tensor-parallel ranks ... filter_fqns"),
+    ("dcp", lose(), {}, "--model.converters=float8", f"{TOML} does not name the converter: add --job.cus"),
     ("dcp", lose(), {}, "--model.flavor=none", "model.flavor = 'none': deepseek_v3 has ["),
     ("job", lose(JOB_NORM), {}, FROM_BF16, f"{TINY_SAYS} {JOB_NORM}, None instead of (256,)"),
     ("job", put(JOB_LAST, tensor(256, 64)), {}, FROM_BF16, f"{TINY_SAYS} {JOB_LAST}, (256, 64) instead of (256, 256)"),

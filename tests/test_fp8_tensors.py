@@ -19,6 +19,8 @@ from titan_fp8moe.recipe import FP8
 from titan_fp8moe.trainer.plan import plain_name
 from titan_fp8moe.transformers import register
 
+FP32, BF16 = torch.float32, torch.bfloat16
+
 
 def tiny_qwen3(**changes):
     register()
@@ -95,6 +97,14 @@ def test_wrapped_and_tied_models(group):
     assert_equal([got[name(1)]], [want[name(0)]])
 
 
+def test_routed_experts_alone_from_fp32():
+    """Where expert parallelism spans all ranks, FSDP gathers everything else in bf16."""
+    model, parts = make_model(), [".experts.", "q_proj"]
+    both, fp32, bf16 = (tensors_of(model, quantize=parts, quantized_from=p) for p in ("fp32-routed", FP32, BF16))
+    for name, tensor in both.items():
+        assert_equal([tensor], [(fp32 if ".experts." in name else bf16)[name]])
+
+
 def experts(stored=False, lora=False):
     weights = [Fp8Weight.quantize(torch.randn(4, 128, 128)) for _ in range(3)]
     layer = RoutedExperts.from_fp8(*weights) if stored else RoutedExperts(4, 128, 128)
@@ -115,7 +125,6 @@ def untied():
     return model
 
 
-FP32 = torch.float32
 REFUSALS = [
     (untied, {}, "lm_head.weight differs from model.embed_tok"),
     (tiny_qwen3, dict(quantize=["missing"]), "nothing is quantized"),

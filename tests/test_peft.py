@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig
 
 from experiments.reference import relative_error
 from tests.layer import DEVICE, CastCounter, assert_equal
 from tests.patched import undone
-from tests.test_transformers import fp8_experts, loss_and_grads, make_inputs, make_model, make_tokens, other_experts
+from tests.test_transformers import (
+    SMALL,
+    E,
+    fp8_experts,
+    loss_and_grads,
+    make_inputs,
+    make_model,
+    make_tokens,
+    other_experts,
+)
 from titan_fp8moe import transformers as adapter
 from titan_fp8moe.export_fp8 import fp8_tensors
 from titan_fp8moe.peft import _hand_over, take_over
@@ -139,8 +148,8 @@ def test_experts_of_another_package_do_not_lose_adapters():
 def test_weights_stored_in_fp8():
     """As bf16 experts of the same values, bit for bit. PEFT alone would add in bf16 and round to FP8 without scales."""
     outs, inputs = [], make_inputs(torch.bfloat16)
-    for experts in fp8_experts():
-        model = torch.nn.ModuleDict({"experts": experts.requires_grad_(False)})
+    stored, plain = (torch.nn.ModuleDict({"experts": experts.requires_grad_(False)}) for experts in fp8_experts())
+    for model in (stored, plain):
         peft.inject_adapter_in_model(lora_config(["experts.gate_up_proj", "experts.down_proj"]), model)
         torch.manual_seed(0)
         adapters = [p for name, p in model.named_parameters() if "lora_" in name]
@@ -150,3 +159,15 @@ def test_weights_stored_in_fp8():
         outs.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), adapters)])
     assert_equal(*outs)
     assert outs[0][1].any()
+    with pytest.raises(RuntimeError, match=r"Float8|add"):  # PEFT would add to codes without their scales
+        stored["experts"].merge()
+
+
+def test_experts_that_choose_no_implementation():
+    """As Llama 4's: they run as before, with PEFT's own forward."""
+    config = Llama4TextConfig(**SMALL | dict(num_hidden_layers=1, intermediate_size_mlp=128, num_local_experts=E))
+    parameters = ["feed_forward.experts.gate_up_proj"]
+    model = peft.get_peft_model(Llama4ForCausalLM(config).to(DEVICE), lora_config(parameters))
+    before = model(input_ids=make_tokens()[:1]).logits
+    fill(model)
+    assert not torch.equal(model(input_ids=make_tokens()[:1]).logits, before)

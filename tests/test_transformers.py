@@ -275,6 +275,7 @@ def test_scales_that_are_no_powers_of_two():
 
 
 TRAINED, NO_GATE = torch.nn.Parameter(torch.ones(())), "its gate is none of swiglu"
+INT8 = torch.nn.Parameter(torch.zeros(E, 2 * H, D, dtype=torch.int8), requires_grad=False)
 REFUSALS: list[tuple[Callable[[], torch.nn.Module], str]] = [
     (lambda: qwen3_experts(hidden_act="gelu"), NO_GATE),
     (lambda: changed(qwen3_experts(), act_fn=Swish(TRAINED)), NO_GATE),
@@ -284,6 +285,7 @@ REFUSALS: list[tuple[Callable[[], torch.nn.Module], str]] = [
     (lambda: qwen3_experts().half(), "its weights are torch.float16; load them in bfloat16"),
     (lambda: fp8_experts()[0].bfloat16(), "its FP8 weights were cast to torch.bfloat16 without their scales"),
     (lambda: changed(fp8_experts()[0], block_size=(64, 128)), "scales per block (64, 128), not per 128x128"),
+    (lambda: changed(fp8_experts()[0], gate_up_proj=INT8), "its weights are torch.int8; load them in bfloat16"),  # fp4
 ]
 
 
@@ -305,6 +307,15 @@ def test_registrations_that_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(adapter, "use_experts_implementation", lambda *, has_gate=True, has_router=False: None)
     with refused("has_router, which", "install a version", error=RuntimeError):
         adapter.register()
+
+
+def test_evaluation_keeps_no_copy_of_trained_experts():
+    """Also of transposed ones: without gradients a transpose requires none."""
+    experts = gpt_oss_experts(7.0)
+    experts.config._experts_implementation = "fp8_flow"
+    with torch.no_grad():
+        experts(*make_inputs())
+    assert "fp8_flow_cache" not in vars(experts)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
