@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.reference import relative_error
-from tests.layer import DEVICE, D, E, H, apply_layer, make_layer
+from tests.layer import DEVICE, D, E, H, apply_layer, assert_equal, make_layer
 from tests.test_any_layer import PLAIN, Tensors, ours
 from titan_fp8moe import RoutedExperts, dispatch, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -15,27 +15,23 @@ from titan_fp8moe.layer.weights import ExpertWeights
 
 
 def test_tokens_are_spread_evenly_inside_a_context_only():
-    x, scores, _, weights = make_layer(tokens=2 * E)
-    ids = torch.full((2 * E, 1), 3, device=DEVICE)
-    ids[0] = -1
-    alike = torch.arange(2 * E, device=DEVICE).view(-1, 1) % E
-    alike[0] = -1
-    want = [routed_experts(x, *weights, chosen, scores[:, :1].contiguous()) for chosen in (alike, ids)]
+    x, _, _, weights = make_layer(tokens=2 * E)
+    scores = torch.rand(2 * E, 1, device=DEVICE)
+    ids, even = torch.full((2 * E, 1), 3, device=DEVICE), torch.arange(2 * E, device=DEVICE).view(-1, 1) % E
+    ids[0] = even[0] = -1
+    want = [routed_experts(x, *weights, chosen, scores) for chosen in (even, ids)]
     with dispatch.evenly():
-        got = [routed_experts(x, *weights, ids, scores[:, :1].contiguous())]
-    got.append(routed_experts(x, *weights, ids, scores[:, :1].contiguous()))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        inside = routed_experts(x, *weights, ids, scores)
+    assert_equal([inside, routed_experts(x, *weights, ids, scores)], want)
 
 
 def test_bf16_scores_warn():
-    x, scores, chosen, weights = make_layer()
+    x, scores, ids, weights = make_layer()
     compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
-    module = RoutedExperts(E, D, H, device=DEVICE)
-    for layer in (routed_experts, compiled, lambda x, w1, w2, w3, *pairs: module(x, *pairs)):
+    want = routed_experts(x, *weights, ids, scores.bfloat16().float())
+    for layer in (routed_experts, compiled):
         with pytest.warns(UserWarning, match="compute them in fp32"):
-            got = layer(x, *weights, chosen, scores.bfloat16())
-        if layer is routed_experts:
-            assert torch.equal(got, routed_experts(x, *weights, chosen, scores.bfloat16().float()))
+            assert torch.equal(layer(x, *weights, ids, scores.bfloat16()), want)
 
 
 def test_weight_gradients_depend_on_the_order(seed):
@@ -49,24 +45,22 @@ def test_weight_gradients_depend_on_the_order(seed):
 @pytest.mark.skipif(DEVICE == "cuda", reason="see test_wrong_experts_end_in_an_assertion")
 def test_ids_that_are_no_experts_are_refused(wrong, group):
     """By what the public can call. -1 is none, and ``apply_layer`` takes all others for -1, too."""
-    x, scores, chosen, weights = make_layer()
+    x, scores, ids, weights = make_layer()
     module = RoutedExperts(E, D, H)
-    ignored = chosen.clone()
-    ignored[7, 1] = -1
-    want = routed_experts(x, *weights, ignored, scores)
-    chosen[7, 1] = wrong
+    ids[7, 1] = -1
+    want = routed_experts(x, *weights, ids, scores)
+    ids[7, 1] = wrong
     compiled = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
     for call in (
-        lambda: routed_experts(x, *weights, chosen, scores),
-        lambda: compiled(x, *weights, chosen, scores),
-        lambda: module(x, chosen, scores),
-        lambda: routed_experts(x, *weights, chosen, scores, ep_group=group),
+        lambda: routed_experts(x, *weights, ids, scores),
+        lambda: compiled(x, *weights, ids, scores),
+        lambda: module(x, ids, scores),
+        lambda: routed_experts(x, *weights, ids, scores, ep_group=group),
     ):
         with pytest.raises(ValueError, match=rf"topk_ids has \[{wrong}\]"):
             call()
     if abs(wrong) < 2**31:
-        config = Fp8FlowMoEConfig()
-        got = apply_layer(x, ExpertWeights(*weights), chosen, scores, config=config, check_ids=False)
+        got = apply_layer(x, ExpertWeights(*weights), ids, scores, config=Fp8FlowMoEConfig(), check_ids=False)
         assert torch.equal(got, want)
 
 
