@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_utils import CrossRefFakeMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from experiments import reference
-from titan_fp8moe import ops, routed_experts
+from titan_fp8moe import ops
 from titan_fp8moe.kernels import launch
-from titan_fp8moe.layer import experts, group
 from titan_fp8moe.layer.fp8_gather import Fp8GatheredWeight
 from titan_fp8moe.layer.operands import WeightCache
 from titan_fp8moe.layer.run import Experts, Shared, run_layer
@@ -60,15 +60,6 @@ def gradients(function, leaves, dout):
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
 
-def run(x, scores, chosen, weights, dout, config, score_before=False):
-    """Output and gradients of x, scores, w1, w2, w3 of the FP8 layer."""
-
-    def layer(x, scores, *weights):
-        return routed_experts(x, *weights, chosen, scores, config=config, score_before_experts=score_before)
-
-    return gradients(layer, (x, scores, *weights), dout)
-
-
 def apply_layer(
     x, weights, ids, scores, *, config, score_before_experts=False, meanwhile=None, shared=None, shared_cache=None,
     shared_frozen=False, shared_scores=None, **experts,
@@ -79,16 +70,10 @@ def apply_layer(
     return run_layer(x, ids, scores, Experts(weights, config, expert=expert, **experts), ffn, meanwhile)
 
 
-FUNCTIONS = {
-    getattr(torch.ops.titan_fp8moe, name.removeprefix("_")).default: getattr(module, name)
-    for module, names in (
-        (experts, ("_routed_experts_forward", "_routed_experts_hidden_gradients", "_routed_experts_gradients")),
-        (group, ("_feed_forward", "_feed_forward_hidden_gradients", "_feed_forward_w13_grad")),
-        (group, ("_linear", "_linear_backward")),
-    )
-    for name in names
-}
-"""What the layers' ops are in Python, for modes that look into them."""
+def look_into(mode: TorchDispatchMode, op: Any, args: tuple[Any, ...]) -> Any:
+    """Runs an op's Python, of which the mode sees each operator."""
+    with mode:
+        return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
 
 
 class CastCounter(TorchDispatchMode):
@@ -127,15 +112,41 @@ class CastCounter(TorchDispatchMode):
             return function(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in FUNCTIONS:
-            self.ops[name := func.name().removeprefix("titan_fp8moe::")] += 1
-            self.args[name] = args
-            with self:
-                return FUNCTIONS[func](*args)
+        if func.namespace == "titan_fp8moe":
+            self.ops[func._opname] += 1
+            self.args[func._opname] = args
+            return look_into(self, func, args)
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and out.dtype.itemsize == 1 and out.dtype.is_floating_point:
             self.stray_casts.append(func.name())
         return out
+
+
+class Checked(CrossRefFakeMode):
+    """Compares the results of this package's ops with their fakes', for which graphs are compiled. Asserts that an op
+    writes to no argument, and that no result shares memory with an argument or another result.
+
+    Attributes:
+        calls: the ops with their arguments.
+    """
+
+    def __init__(self, with_fakes: bool = True):
+        super().__init__(ignore_op_fn=lambda op: not with_fakes)
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "titan_fp8moe":
+            return func(*args, **(kwargs or {}))
+        # Lists are copied, which the caller may empty.
+        self.calls.append((func, tree_map_only(Tensor, Tensor.detach, args)))
+        given = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        versions, storages = [t._version for t in given], {t.untyped_storage()._cdata for t in given}
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        made = [t.untyped_storage()._cdata for t in tree_leaves(results)]
+        assert versions == [t._version for t in given], f"{func} writes to an argument"
+        assert not storages & {*made}, f"{func} returns an argument"
+        assert len({*made}) == len(made), f"{func} returns a tensor twice"
+        return results
 
 
 class Allocated(TorchDispatchMode):
@@ -154,12 +165,12 @@ class Allocated(TorchDispatchMode):
         self.made, self.kernels = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in FUNCTIONS:
+        if func.namespace == "titan_fp8moe":
             # What is recorded, and its arguments, would live on.
             noted = lambda kernel, *_, **__: self.kernels.append(kernel.kernel.__name__)  # noqa: E731
             nothing = mock.patch.object(launch.Kernel, "_launch", noted)
-            with self, launch.recording(), nothing:
-                return FUNCTIONS[func](*args)
+            with launch.recording(), nothing:
+                return look_into(self, func, args)
         self._see((args, kwargs))
         out = func(*args, **(kwargs or {}))
         self.made += [(func._opname, t.numel(), t.dtype) for t in self._see(out)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.layer import assert_equal, make_layer, run
+from tests.layer import E, K, T, assert_equal, gradients, make_layer
 from tests.processes import run_script
 from titan_fp8moe import Fp8FlowMoEConfig, routed_experts
 
@@ -21,12 +21,14 @@ def test_example():
 def test_replays_with_new_routings(recompute):
     """Forward and all gradients, bit for bit, for any distribution of tokens over experts."""
     config = Fp8FlowMoEConfig(recompute=recompute)
-    x, scores, chosen, params = make_layer()
-    leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *params)]
-    dout, ids = torch.randn_like(x), chosen.clone()
+    x, scores, ids, weights = make_layer()
+    leaves, dout = [t.requires_grad_() for t in (x, scores, *weights)], torch.randn_like(x)
+
+    def layer(x, scores, *weights):
+        return routed_experts(x, *weights, ids, scores, config=config)
 
     def step():
-        out = routed_experts(leaves[0], *leaves[2:], ids, leaves[1], config=config)
+        out = layer(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
     stream = torch.cuda.Stream()
@@ -36,14 +38,12 @@ def test_replays_with_new_routings(recompute):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         results = step()
-    torch.manual_seed(0)
-    E, (T, K) = params[0].shape[0], chosen.shape
-    routings = [torch.rand(T, E, device="cuda").topk(K).indices, torch.arange(K, device="cuda").expand(T, K)]
-    routings.append(routings[0].masked_fill(torch.rand(T, K, device="cuda") < 0.5, -1))
-    for routing in routings:
+    spread = torch.rand(T, E, device="cuda").topk(K).indices
+    some = spread.masked_fill(torch.rand(T, K, device="cuda") < 0.5, -1)
+    for routing in (spread, some, torch.arange(K, device="cuda").expand(T, K)):
         with torch.no_grad():
             ids.copy_(routing)
             for leaf in leaves:
                 leaf.copy_(torch.randn_like(leaf) / 8)
         graph.replay()
-        assert_equal(results, run(leaves[0], leaves[1], ids, leaves[2:], dout, config))
+        assert_equal(results, gradients(layer, leaves, dout))

@@ -1,10 +1,9 @@
-"""What FFNs and linears cast and compute. tests/test_any_layer.py has numbers, tests/test_cache.py kept weights."""
+"""What FFNs and linears compute. tests/test_any_layer.py has numbers, tests/test_cache.py kept weights."""
 
 import pytest
 import torch
 
 from tests.layer import DEVICE, CastCounter, refused
-from tests.specs import SETTINGS
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
@@ -19,19 +18,8 @@ def leaves():
     return [(torch.randn(shape, device=DEVICE) * 0.05).requires_grad_() for shape in shapes]
 
 
-def ffn(inputs, config=DEFAULTS):
-    return feed_forward(inputs[0], ExpertWeights(*inputs[1:]), config)
-
-
-@pytest.mark.parametrize("config", SETTINGS, ids=str)
-def test_two_casts(config):
-    inputs, w = leaves(), torch.randn(128, D, device=DEVICE, requires_grad=True)
-    for layer in (lambda: ffn(inputs, config), lambda: linear(inputs[0], w, config)):
-        with CastCounter() as counter:
-            out = layer()
-            out.backward(torch.randn_like(out))
-        assert counter.ops["quantize_group"] == 2 and not counter.ops["quantize_rows"] and not counter.stray_casts
-        assert out.shape[:2] == inputs[0].grad.shape[:2] == (2, 100)
+def ffn(inputs):
+    return feed_forward(inputs[0], ExpertWeights(*inputs[1:]), DEFAULTS)
 
 
 def test_only_what_is_needed_is_computed():
@@ -52,7 +40,7 @@ def test_outputs_can_change_in_place(dtype):
     square = torch.randn(128, D, device=DEVICE, dtype=dtype, requires_grad=True)
     for layer in (lambda: linear(x, square, DEFAULTS), lambda: ffn([x, *weights])):
         (want,), (got,) = (torch.autograd.grad(out.sum(), x) for out in (layer().relu(), layer().relu_()))
-        assert torch.equal(got, want)
+        assert torch.equal(got, want) and layer().shape[:2] == x.shape[:2]
 
 
 def test_autocast_and_evaluation():

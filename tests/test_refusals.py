@@ -11,21 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from experiments.reference import make_layer
 from tests.layer import DEVICE, refused
-from titan_fp8moe import (
-    Adapter,
-    Fp8FlowLinear,
-    Fp8FlowMoEConfig,
-    Fp8Weight,
-    Lora,
-    RoutedExperts,
-    SharedExperts,
-    grouped_ffn,
-    grouped_mm,
-    recipe,
-    routed_experts,
-)
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, grouped_ffn, grouped_mm, recipe, routed_experts
 from titan_fp8moe.layer.group import feed_forward, linear
-from titan_fp8moe.layer.weights import ExpertWeights
+from titan_fp8moe.layer.lora import Adapter, Lora
+from titan_fp8moe.layer.weights import ExpertWeights, SharedExperts
+from titan_fp8moe.ops import Fp8Weight
 
 T, D, H, E, K = 20, 256, 128, 4, 2
 CONFIG = Fp8FlowMoEConfig()
@@ -94,6 +84,9 @@ def joined(w: Tensor) -> Tensor:
     return w.repeat(1, 2, 1)
 
 
+PADDED = {
+    name: cut if name == "x" else lambda w, cut=cut: Fp8Weight.quantize(cut(w)) for name, cut in narrow(192, 80).items()
+}
 NO_GATE, WITHOUT = dict(activation="relu2"), dict(w3=lambda w: None)
 META, SHAPES, ADAPTERS = (lambda t: t.to("meta")), "w1 and w3 must be (E, H, D)", ("A (4, r, 256) and B (4, 128, r)",)
 NEEDS_E4M3 = "must be contiguous e4m3 (E, N, K), N and K multiples of 128"
@@ -132,6 +125,9 @@ REFUSED: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     (routed_experts, adapted(A, B.half()), (*ADAPTERS, "torch.float16")),
     (routed_experts, dict(lora=Lora(w1=Adapter(A, B, float("nan")))), (*ADAPTERS, "a finite scale")),
     (routed_experts, adapted(A.to("meta"), B), (*ADAPTERS, "got (4, 8, 256) on meta")),
+    (routed_experts, PADDED | dict(b1=zeros(E, 80), b2=zeros(E, 192), b3=zeros(E, 80)),
+     ("b1 (4, 128), b2 (4, 192), b3 (4, 128); got b1 (4, 80)",)),
+    (routed_experts, PADDED | adapted(zeros(E, 8, 192), zeros(E, 80, 8)), ADAPTERS),
     (routed_experts, stored(w2=lambda q: Fp8Weight(q.q.detach().requires_grad_(), q.scale)),
      ("w2 is stored in FP8 and requires a gradient", "requires_grad_(False)")),
     (routed_experts, stored(w2=lambda q: Fp8Weight(q.q, recipe.exp2(recipe.exponent(q.scale)).half())),
