@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,17 +13,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.quantization import quantize_
+from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from experiments.reference import relative_error
-from tests.jobs import convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
-from tests.layer import assert_equal, generations, refused
+from tests.jobs import CUSTOM_MODULE, convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
+from tests.layer import generations, refused
 from tests.patched import undone
 from tests.processes import call
 from tests.test_doctor import gpu  # noqa: F401  a fixture
@@ -34,8 +35,17 @@ from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.experts import Fp8FFN
 
-OFFLOAD = ["--training.enable_cpu_offload"]
 FILTER, GATHER = "--fp8_flow_moe.filter_fqns=layers.1.", "--fp8_flow_moe.fp8_all_gather"
+
+
+def test_wrong_settings_of_a_file_and_of_the_command_line(tmp_path: Path):
+    """tests/test_checks.py has each setting's."""
+    (tmp_path / "wrong.toml").write_text('[fp8_flow_moe]\nwgrad = "blanced"\n')
+    with refused("fp8_flow_moe.wgrad is 'blanced'; set it to one of 'balanced'"):
+        ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/wrong.toml"])
+    for wrong in ("wgrad=fp8", "filter_fqns=", "filter_fqns=layers.1.,"):  # the empty one would match every layer
+        with pytest.raises((ValueError, SystemExit)):
+            make_config(f"--fp8_flow_moe.{wrong}")
 
 
 def test_converted_layers_can_be_pickled(monkeypatch: pytest.MonkeyPatch):
@@ -76,33 +86,31 @@ def test_degrees_that_torchtitan_gets_wrong_are_warned_of(caplog: pytest.LogCapt
     assert "sums over a step's tokens, which training.max_norm clips" in caplog.text
 
 
-# Settings, ranks of expert parallelism, FSDP's mesh and options; whether FSDP is said to have work, has the parameters,
-# has hooks, and gathers in FP8.
+# Settings, ranks of expert parallelism, FSDP's mesh; whether FSDP has the parameters, has hooks, and gathers in FP8.
 SHARDED: list[tuple] = [
-    ([], 1, (1,), {}, (False, False, True, False)),
-    ([], 2, (1,), {}, (False, False, False, False)),  # whose dispatch may become part of a graph
-    (["--fault_tolerance.enable"], 1, (1,), {}, (True, True, True, False)),
-    ([FILTER], 1, (1,), {}, (True, True, True, False)),
-    (["--training.dtype=bfloat16"], 1, (1,), {}, (True, True, True, False)),
-    (OFFLOAD, 1, (1,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, (True, True, True, False)),
-    ([GATHER], 1, (1,), {}, (False, False, True, False)),
-    ([GATHER], 1, (2,), {}, (True, True, True, True)),
-    ([GATHER], 1, (2, 1), {}, (True, True, True, False)),  # over replicas alone FSDP gathers nothing
-    ([GATHER], 1, (1, 2), {}, (True, True, True, True)),
-    ([], 1, (2,), {}, (True, True, True, False)),
-    ([GATHER], 2, (2, 2), {}, (True, True, True, True)),  # which expert parallelism has sharded along the same dim
+    ([], 1, (1,), (False, True, False)),
+    ([], 2, (1,), (False, False, False)),  # whose dispatch may become part of a graph
+    (["--fault_tolerance.enable"], 1, (1,), (True, True, False)),
+    ([FILTER], 1, (1,), (True, True, False)),
+    ([], 1, (2,), (True, True, False)),
+    ([GATHER], 1, (1,), (False, True, False)),
+    ([GATHER], 1, (2,), (True, True, True)),
+    ([GATHER], 1, (2, 1), (True, True, False)),  # over replicas alone FSDP gathers nothing
+    ([GATHER], 1, (1, 2), (True, True, True)),
+    ([GATHER], 2, (2, 2), (True, True, True)),  # which expert parallelism has sharded along the same dim
 ]
 
 
 def test_what_fsdp_does_with_experts():
-    """It leaves them alone over one rank, unless something relies on it. Gathering is decided once they have memory."""
+    """It leaves them alone over one rank, unless something relies on it, of which tests/test_titan_jobs.py has more.
+    Gathering is decided once they have memory."""
     assert call(_sharded) == [case[-1] for case in SHARDED]
 
 
 def _sharded() -> list[tuple[bool, ...]]:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     found = []
-    for flags, ep, sizes, options, _ in SHARDED:
+    for flags, ep, sizes, _ in SHARDED:
         names = ("efsdp", "ep") if ep == sizes[-1] == 2 else ("dp_replicate", "fsdp")[-len(sizes) :]
         mesh = DeviceMesh("cpu", torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=names)
         config = make_config(*flags)
@@ -110,18 +118,17 @@ def _sharded() -> list[tuple[bool, ...]]:
         replicas = sizes[0] if names[0] == "dp_replicate" else 1
         dims = dataclasses.replace(dims, dp_replicate=replicas, world_size=replicas * dims.world_size)
         experts = convert(config, make_model(config), dims).layers["2"].to("meta").moe.experts
-        if config.training.dtype == "bfloat16":
-            experts.bfloat16()
         if names[0] == "efsdp":
             for name, param in [*experts.named_parameters()]:
                 experts.register_parameter(name, nn.Parameter(distribute_tensor(param, mesh["ep"], [Shard(0)])))
             mesh = mesh["efsdp"]
-        parallel.fully_shard(experts, mesh=mesh, **options)
+        parallel.fully_shard(experts, mesh=mesh)
         hooked, managed = bool(experts._forward_pre_hooks or experts._forward_hooks), isinstance(experts.w1, DTensor)
         experts.to_empty(device="cpu")
         in_fp8 = experts.gathers_fp8
         assert hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather") == in_fp8
-        found.append((experts.in_fsdp, managed, hooked, in_fp8))
+        assert managed == experts.in_fsdp
+        found.append((managed, hooked, in_fp8))
     return found
 
 
@@ -201,15 +208,10 @@ def test_a_model_of_which_nothing_could_be_fp8_is_refused():
 
 def test_torchaos_quantize_gives_the_same_layers():
     job = make_config("--fp8_flow_moe.filter_fqns=feed_forward")
-    model = make_model(job, "cpu", n_layers=2)
-    with torch.no_grad():
-        model.init_weights()
-    converted, results, tokens = copy.deepcopy(model), [], torch.randint(0, 100, (2, 32))
+    converted = make_model(job)
     quantize_(converted, Fp8FlowMoEConfig(), filter_fn=is_moe)
-    for m in (converted, convert(job, model)):
-        out = m(tokens)
-        results.append([out.detach(), *torch.autograd.grad(out.logsumexp(-1).mean(), [*m.parameters()])])
-    assert_equal(*results)
+    for got, want in zip(converted.modules(), convert(job, make_model(job)).modules(), strict=True):
+        assert type(got) is type(want) and getattr(got, "fp8_shared", None) == getattr(want, "fp8_shared", None)
     with refused("the layer has Fp8FlowMoE, Fp8FlowGroupedExperts"):
         quantize_(converted, Fp8FlowMoEConfig(), filter_fn=is_moe)
 

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.layer import CastCounter, Lifetimes
+from tests.layer import CastCounter, Lifetimes, assert_equal
 from tests.variants import small_layer
 from titan_fp8moe import ops, recipe, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
@@ -50,10 +50,6 @@ class Watch(list):
 @pytest.fixture
 def watch(monkeypatch) -> Watch:
     return Watch(monkeypatch)
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
 @pytest.fixture
@@ -119,8 +115,10 @@ def test_checkpointing_by_op_repeats_none_and_moves_no_token_again(group, watch,
         contexts = functools.partial(create_selective_checkpoint_contexts, list(kept))
         return gradients(layer, lambda: checkpoint(layer.run, use_reentrant=False, context_fn=contexts))
 
-    assert same(keeping(*_SAVED_OPS), want) and watch.take() == plain and not unwaited()
-    assert same(keeping(torch.ops.aten.topk.default), want) and not unwaited()
+    assert_equal(keeping(*_SAVED_OPS), want)
+    assert watch.take() == plain and not unwaited()
+    assert_equal(keeping(torch.ops.aten.topk.default), want)
+    assert not unwaited()
     transfers = [calls.count("start_all_to_all") for calls in (plain, watch.take())]
     assert transfers == ([5, 8] if dispatch == "all_to_all" else [0, 0])
 
@@ -222,15 +220,6 @@ def test_rows_that_are_not_kept_are_freed(group, monkeypatch, recompute, exchang
     assert lifetimes.calls == expected
 
 
-def test_two_forwards_before_their_backwards(group, unwaited):
-    """As in a pipeline: each layer's backward gets its own gradients, in whatever order."""
-    layers = [shared_layer("all_to_all", group) for _ in range(2)]
-    want, losses = [gradients(layer) for layer in layers], [layer.run().square().sum() for layer in layers]
-    for i in (0, 1):
-        assert same(torch.autograd.grad(losses[i], layers[i].leaves), want[i])
-    assert not unwaited()
-
-
 @pytest.mark.gpu
 def test_another_than_the_default_stream(group):
     with torch.device("cuda"):
@@ -240,18 +229,16 @@ def test_another_than_the_default_stream(group):
     with torch.cuda.stream(side):
         got = gradients(layer)
     torch.cuda.synchronize()
-    assert same(got, want)
+    assert_equal(got, want)
 
 
-ERRORS = [("symmetric", FFN, "product", call) for call in range(8)]  # of the forward's four and the backward's
-ERRORS += [
-    (dispatch, ops.quantize if name == "quantize_weights" else ops, name, 0)
-    for dispatch in DISPATCHES
-    for name in ("quantize_weights", "swiglu_quantize", "swiglu_quantize_backward", "grouped_mm_wgrad")
-]
+FAILING = [("symmetric", FFN, "product", call) for call in range(8)]  # of the forward's four and the backward's
+FAILING += [("all_to_all", ops.quantize, "quantize_weights", 0)]
+FAILING += [("all_to_all", ops, f"swiglu_quantize{of}", 0) for of in ("", "_backward")]
+FAILING += [("all_to_all", ops, "grouped_mm_wgrad", 0)]
 
 
-@pytest.mark.parametrize(("dispatch", "owner", "name", "call"), ERRORS)
+@pytest.mark.parametrize(("dispatch", "owner", "name", "call"), FAILING)
 def test_after_an_error_inside_of_an_op(group, monkeypatch, unwaited, dispatch, owner, name, call):
     """Between any two verbs, on whichever side of a transfer. The next steps are right, and leave no transfer."""
     layer, whole, calls = shared_layer(dispatch, group), getattr(owner, name), []
@@ -269,4 +256,5 @@ def test_after_an_error_inside_of_an_op(group, monkeypatch, unwaited, dispatch, 
     left = unwaited()  # PyTorch keeps an all-to-all that nobody has waited for: other ranks may not have begun it
     assert left <= (dispatch == "all_to_all")
     for _ in range(2):
-        assert same(gradients(layer), want) and unwaited() == left
+        assert_equal(gradients(layer), want)
+        assert unwaited() == left

@@ -55,16 +55,9 @@ def test_a_job_that_has_its_data(tmp_path: Path):
     assert "here: validation.dataset_path = '/no/such' does not exist" in missing.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ("experiments/throughput/train.toml --model.name=llama3 --model.flavor=debugmodel",
-     ["llama3 debugmodel", "converters none"]),
-    # Without expert parallelism FSDP does not shard over the tensor-parallel ranks.
-    ("train_configs/debugmodel.toml --parallelism.tensor_parallel_degree=2 --world-size=4",
-     ["experts: ep 1 x etp 1 x fsdp 2", "w1 (8, 256, 256), on this rank (4, 128, 256)"]),
-])  # fmt: skip
-def test_other_models_and_layouts(arguments: str, said: list[str]):
-    output = dry_run(*arguments.split())
-    assert not [words for words in said if words not in output], output
+def test_a_job_without_the_converter():
+    output = dry_run("experiments/throughput/train.toml", "--model.name=llama3", "--model.flavor=debugmodel")
+    assert "llama3 debugmodel" in output and "converters none" in output
 
 
 def test_says_what_auto_will_do():
@@ -77,12 +70,9 @@ def test_says_what_auto_will_do():
     way = "\ndispatch  over all-to-all, and over symmetric memory once all rows fit, if the 4 ranks share a node\n"
     assert f"{way}memory    activations " in output
     about = re.search(r"\n {10}over symmetric memory about ([\d.]+) to ([\d.]+) GiB: it has room", output)
-    peaks = []
-    for room in auto.ROOMS[0], auto.ROOMS[-1]:
-        output = dry_run(*job, "--fp8_flow_moe.dispatch=symmetric", f"--fp8_flow_moe.dispatch_capacity={room}")
-        assert "over symmetric memory about" not in output
-        peaks.append(re.search(r"peak about ([\d.]+) GiB", output)[1])
-    assert [*about.groups()] == peaks and float(peaks[0]) == pytest.approx(89.4, rel=0.03)
+    assert float(about[1]) == pytest.approx(89.4, rel=0.03)
+    output = dry_run(*job, "--fp8_flow_moe.dispatch=symmetric", f"--fp8_flow_moe.dispatch_capacity={auto.ROOMS[-1]}")
+    assert f"peak about {about[2]} GiB" in output and "over symmetric memory about" not in output
     alone = dry_run(*job, "--optimizer.early_step_in_backward")
     assert "\ndispatch  over all-to-all: optimizer.early_step_in_backward\n" in alone
 
@@ -111,11 +101,9 @@ def test_a_missing_config_module_is_named(tmp_path: Path, table: bool):
 
 
 @pytest.mark.parametrize(("degrees", "ranks"), [
-    ("", 8),
     ("tensor_parallel=2", 8),  # EP spans the TP ranks, too
     ("tensor_parallel=2 expert_parallel=2", 4),  # with TP it also needs two ranks of FSDP
     ("context_parallel=2 expert_parallel=2", 2),  # or of context parallelism
-    ("tensor_parallel=2 expert_tensor_parallel=2", 16),
     ("tensor_parallel=2 expert_tensor_parallel=2 pipeline_parallel=4", 64),
     ("tensor_parallel=2 expert_tensor_parallel=2 pipeline_parallel=4 data_parallel_shard=16", 128),
     ("context_parallel=4 expert_parallel=6", 12),

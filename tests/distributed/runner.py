@@ -202,8 +202,8 @@ def batches(
             yield micro[:, :-1].contiguous(), micro[:, 1:].contiguous()
 
 
-def start() -> str:
-    """Begins the ranks' group, with NCCL where there are GPUs enough, and says where their tensors are."""
+def start() -> None:
+    """Begins the ranks' group, with NCCL where there are GPUs enough."""
     cuda, count = torch.cuda.is_available(), torch.cuda.device_count()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % count)
@@ -211,7 +211,6 @@ def start() -> str:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda and not shared else "gloo")
     if shared:
         ops.start_all_to_all, ops.wait = _all_to_all_through_the_host, lambda rows: rows
-    return "cuda" if cuda else "cpu"
 
 
 def _all_to_all_through_the_host(

@@ -242,7 +242,7 @@ DISAGREE = {
 }  # fmt: skip
 
 
-@on_ranks(2, 4, rows=DISAGREE)
+@on_ranks(4, rows=DISAGREE)
 def test_ranks_that_disagree(change: dict) -> None:
     """All raise the error, or find it where an optimizer would step. The next layer works."""
     last = dist.get_world_size() - 1

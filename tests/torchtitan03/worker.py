@@ -22,8 +22,6 @@ from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache,
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
-from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as runtime
-from torchtitan.distributed.flex_shard import dist_muon
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
@@ -76,23 +74,6 @@ def multimodal(module: str, flavor: str) -> torchtitan.trainer.Trainer.Config:
     return config
 
 
-def kimi_with_muon() -> torchtitan.trainer.Trainer.Config:
-    """Kimi with its own optimizer: DistMuon for matrices, whole ones of the experts, AdamW for the rest."""
-    config = multimodal("kimi_k2_7", "debugmodel")
-    del config.model_spec.model.layers[2:]
-    with patch.dict(sys.modules, {name: MagicMock() for name in ABSENT}):
-        registry = importlib.import_module("torchtitan.models.kimi_k2_7.config_registry")
-    config.optimizer = registry._dist_muon_optimizer(config.model_spec, lr=8e-4)
-    return config
-
-
-def let_dist_muon_run_on_a_cpu() -> None:
-    """It asks for a CUDA device by name and for streams, of which torch.cpu has stand-ins. What it computes stays."""
-    dist_muon.DistMuon._validate_parameter_storage = lambda _: torch.device("cpu")
-    runtime._BufferSlot.record_compute_stream = lambda *_: None
-    torch.cpu.Stream.__init__ = lambda *_, **__: None
-
-
 MODELS = {  # with so many layers
     "deepseek_v3": (deepseek_v3_debugmodel, 3),
     "mtp": (deepseek_v3_debugmodel_mtp, 2),  # and one that predicts the token after next
@@ -101,7 +82,6 @@ MODELS = {  # with so many layers
     "gpt_oss": (gpt_oss, 2),
     "qwen3_5": (lambda: multimodal("qwen3_5", "debugmodel_moe"), 1),
     "kimi_k2_7": (lambda: multimodal("kimi_k2_7", "debugmodel"), 2),
-    "kimi_muon": (kimi_with_muon, 2),
 }
 LORA = ["wo", "w2", "inner_experts"]
 CHECKPOINTING = {
@@ -250,6 +230,5 @@ def run(name: str, out: Path) -> dict:
 
 
 if __name__ == "__main__":
-    if runner.start() == "cpu":
-        let_dist_muon_run_on_a_cpu()
+    runner.start()
     runner.run_all(run)
