@@ -1,11 +1,10 @@
 """A step that begins while the GPU computes the one before, with torchtitan's own ``train_step``."""
 
 import copy
-import functools
 import pickle
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -103,65 +102,30 @@ def test_other_uses_of_a_batch_are_an_ordinary_tensors(use):
     assert got.is_meta or torch.equal(got, want)
 
 
-class LateStreams:
-    """Streams that do their work as late as the program allows."""
-
-    def __init__(self, monkeypatch):
-        self.copying, self.computing = SimpleNamespace(work=[]), SimpleNamespace(work=[])
-        self.computing.wait_stream = lambda stream: self.computing.work.append(functools.partial(self.run, stream))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.computing)
-        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
-        monkeypatch.setattr(torch.cuda, "Event", self.Event)
-        monkeypatch.setattr(ahead, "_copying", lambda device: self.copying)
-        monkeypatch.setattr(_OnItsWay, "to_device", self.to_device)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-
-    class Event:
-        def record(self, stream):
-            self.work = [*stream.work]
-
-        def synchronize(self):
-            for work in self.work:
-                work()
-
-    def run(self, stream):
-        for work in stream.work:
-            work()
-        stream.work.clear()
-
-    def to_device(self, device, pinned):
-        there = torch.full_like(pinned, -1)
-        self.copying.work.append(lambda: there.copy_(pinned) if (there == -1).all() else None)
-        return there
-
-
-@pytest.mark.parametrize("late", [True, False])
-def test_a_loader_may_reuse_pinned_memory_in_the_next_step(monkeypatch, late):
-    """Whether or not the trainer waits for the copies: torchtitan's does, by a copy of the number of tokens. A
-    computation that is not late waits for its own copies."""
-    streams, seen, buffers = LateStreams(monkeypatch), [], torch.zeros(2, 3)
-
-    def load():
-        for step in range(3):
-            for microbatch, buffer in enumerate(buffers):
-                yield buffer.fill_(10 * step + microbatch)
+def test_a_computation_waits_for_its_copies_and_a_step_for_all_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """A loader may write to the same pinned memory in the next step."""
+    did = Mock()
+    computing, copying = did.computing, did.copying
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: computing)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: did.turn_to(stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: did.sent)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: did.keep_for(stream))
+    monkeypatch.setattr(ahead, "_copying", lambda device: copying)
+    monkeypatch.setattr(_OnItsWay, "to_device", lambda device, tensor: did.copy(device) and tensor)
 
     class StandIn:
         device = torch.device("cuda", 0)
 
         def train_step(self, data_iterator):
-            for batch in [next(data_iterator) for _ in buffers]:
+            for batch in [next(data_iterator) for _ in range(2)]:
                 self.forward_backward_step(x=batch)
 
         def forward_backward_step(self, x):
-            streams.computing.work.append(lambda: seen.append(int(x[0])))
-            if not late:
-                streams.run(streams.computing)
+            did.compute()
 
     with undone():
         keep_host_ahead(StandIn)
-        trainer, batches = StandIn(), load()
-        for _ in range(3):
-            trainer.train_step(batches)
-        streams.run(streams.computing)
-    assert seen == [0, 1, 10, 11, 20, 21]
+        StandIn().train_step(iter(torch.zeros(5, 3)))
+    send = [call.turn_to(copying), call.copy(StandIn.device), call.sent.record(copying)]
+    compute = [call.turn_to(computing), call.computing.wait_stream(copying), call.keep_for(computing), call.compute()]
+    assert did.mock_calls == [*send, *send, *compute, *compute, call.turn_to(computing), call.sent.synchronize()]

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.quantization import quantize_
 from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import MoE
@@ -25,17 +21,14 @@ from experiments.reference import relative_error
 from tests.jobs import CUSTOM_MODULE, convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import generations, refused
 from tests.patched import undone
-from tests.processes import call
 from tests.test_doctor import gpu  # noqa: F401  a fixture
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.torchao import is_moe
-from titan_fp8moe.torchtitan import converter, meta, parallel
+from titan_fp8moe.torchtitan import converter, meta
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
 from titan_fp8moe.trainer.experts import Fp8FFN
-
-FILTER, GATHER = "--fp8_flow_moe.filter_fqns=layers.1.", "--fp8_flow_moe.fp8_all_gather"
 
 
 def test_wrong_settings_of_a_file_and_of_the_command_line(tmp_path: Path):
@@ -84,52 +77,6 @@ def test_degrees_that_torchtitan_gets_wrong_are_warned_of(caplog: pytest.LogCapt
         assert "pipeline" not in caplog.text
     Fp8FlowMoEConverter(make_config(), dataclasses.replace(make_dims(dp_shard=1), pp=2, world_size=2))
     assert "sums over a step's tokens, which training.max_norm clips" in caplog.text
-
-
-# Settings, ranks of expert parallelism, FSDP's mesh; whether FSDP has the parameters, has hooks, and gathers in FP8.
-SHARDED: list[tuple] = [
-    ([], 1, (1,), (False, True, False)),
-    ([], 2, (1,), (False, False, False)),  # whose dispatch may become part of a graph
-    (["--fault_tolerance.enable"], 1, (1,), (True, True, False)),
-    ([FILTER], 1, (1,), (True, True, False)),
-    ([], 1, (2,), (True, True, False)),
-    ([GATHER], 1, (1,), (False, True, False)),
-    ([GATHER], 1, (2,), (True, True, True)),
-    ([GATHER], 1, (2, 1), (True, True, False)),  # over replicas alone FSDP gathers nothing
-    ([GATHER], 1, (1, 2), (True, True, True)),
-    ([GATHER], 2, (2, 2), (True, True, True)),  # which expert parallelism has sharded along the same dim
-]
-
-
-def test_what_fsdp_does_with_experts():
-    """It leaves them alone over one rank, unless something relies on it, of which tests/test_titan_jobs.py has more.
-    Gathering is decided once they have memory."""
-    assert call(_sharded) == [case[-1] for case in SHARDED]
-
-
-def _sharded() -> list[tuple[bool, ...]]:
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    found = []
-    for flags, ep, sizes, _ in SHARDED:
-        names = ("efsdp", "ep") if ep == sizes[-1] == 2 else ("dp_replicate", "fsdp")[-len(sizes) :]
-        mesh = DeviceMesh("cpu", torch.arange(math.prod(sizes)).view(sizes), mesh_dim_names=names)
-        config = make_config(*flags)
-        dims = make_dims(dp_shard=ep * sizes[-1] if names[0] != "efsdp" else 4, ep=ep)
-        replicas = sizes[0] if names[0] == "dp_replicate" else 1
-        dims = dataclasses.replace(dims, dp_replicate=replicas, world_size=replicas * dims.world_size)
-        experts = convert(config, make_model(config), dims).layers["2"].to("meta").moe.experts
-        if names[0] == "efsdp":
-            for name, param in [*experts.named_parameters()]:
-                experts.register_parameter(name, nn.Parameter(distribute_tensor(param, mesh["ep"], [Shard(0)])))
-            mesh = mesh["efsdp"]
-        parallel.fully_shard(experts, mesh=mesh)
-        hooked, managed = bool(experts._forward_pre_hooks or experts._forward_hooks), isinstance(experts.w1, DTensor)
-        experts.to_empty(device="cpu")
-        in_fp8 = experts.gathers_fp8
-        assert hasattr(getattr(experts.w1, "_local_tensor", None), "fsdp_pre_all_gather") == in_fp8
-        assert managed == experts.in_fsdp
-        found.append((managed, hooked, in_fp8))
-    return found
 
 
 def test_hardware_is_checked_where_something_is_converted(gpu):  # noqa: F811

@@ -88,8 +88,6 @@ TWO_RANKS = {
     "pp2_interleaved": _case(8, pp=2, **INTERLEAVED),
     "pp2_zbv_cached": _case(8, pp=2, fp8_flow_moe__cache_weights=True, **ZBV),
     "pp2_zbv_llama3": _case(8, pp=2, **ZBV, **LLAMA),
-    "pp2_interleaved_zb": _case(8, pp=2, **INTERLEAVED_ZB),
-    "pp2_dualpipev": _case(8, pp=2, **DUAL),
     "fsdp2_llama3": _case(4, **LLAMA, **OP_AC),
     "tp2_llama3": _case(8, tp=2, **LLAMA),
     "ep2_full_ac": _case(4, ep=2, fp8_flow_moe__recompute="none", **FULL_AC),
@@ -114,11 +112,9 @@ FOUR_RANKS = {
     "tp2_ep2_etp2": _case(4, tp=2, ep=2, etp=2),
     "tp2_ep2_etp2_gpt_oss": _case(4, tp=2, ep=2, etp=2, **GPT_OSS),
     "pp2_ep2_symmetric_zbv": _case(4, pp=2, ep=2, **SYMMETRIC, **ZBV | ONE_BY_ONE),
-    "pp2_fsdp2_zbv": _case(4, pp=2, **ZBV | ONE_BY_ONE),
     "pp2_ep2_zbv": _case(4, pp=2, ep=2, **ALL_TO_ALL, **ZBV | ONE_BY_ONE),
     "pp2_ep2_interleaved_zb": _case(4, pp=2, ep=2, **ALL_TO_ALL, **INTERLEAVED_ZB | ONE_BY_ONE),
     "pp2_ep2_dualpipev": _case(4, pp=2, ep=2, **ALL_TO_ALL, **DUAL | ONE_BY_ONE),
-    "pp2_ep2_auto_zbv": _case(4, pp=2, ep=2, **ZBV | ONE_BY_ONE),
     "pp2_ep2_op_ac": _case(4, pp=2, ep=2, **PP, **OP_AC),
     "pp2_ep2_symmetric_op_ac_long": _case(4, pp=2, ep=2, **LITTLE_ROOM, **PP, **OP_AC),
     "ep2_fsdp2_op_ac": _case(2, ep=2, fp8_flow_moe__recompute="experts", **OP_AC),
@@ -126,37 +122,28 @@ FOUR_RANKS = {
 }
 CASES = SINGLE | TWO_RANKS | FOUR_RANKS
 SLOW = (  # another has most of what they have
-    *("tp2_linears", "tp2_padded", "pp2_zbv_llama3", "pp2_interleaved_zb", "pp2_dualpipev", "tp2_ep2_etp2_gpt_oss"),
-    *("pp2_fsdp2_zbv", "pp2_ep2_interleaved_zb", "pp2_ep2_dualpipev"),
+    *("tp2_linears", "tp2_padded", "fsdp2_fp8_gather_padded", "fsdp2_fp8_gather_compile", "ep2_compile_full_ac"),
+    *("pp2_zbv_llama3", "tp2_ep2_etp2_gpt_oss", "ep2_fsdp2_op_ac", "ep2_fsdp2_fp8_gather_op_ac", "pp2_ep2_op_ac"),
+    *("pp2_ep2_zbv", "pp2_ep2_interleaved_zb", "pp2_ep2_dualpipev", "pp2_interleaved", "ep2_op_ac", "tp2_llama3"),
 )
-FP8_TENSORS = "fsdp2", "ep2_compile_full_ac", "ep2_fsdp2", "hsdp2_ep2_fp8_gather"
+FP8_TENSORS = "fsdp2_compile", "ep2_fsdp2"
 """At whose end the model's FP8 tensors are compared with an export's."""
 
 
 class Auto(NamedTuple):
-    """A run of ``dispatch = "auto"``.
-
-    Attributes:
-        rooms: before each step, 0 over the all-to-all. All ranks of all groups must have the same.
-        jumps: the steps in which two ranks send all tokens to the first one.
-        nan: the step in which tokens are NaN.
-        short: the step after which a rank alone has too little memory, and that rank.
-    """
+    """A run of ``dispatch = "auto"``: the steps that begin over symmetric memory, of which one has too ``little`` room.
+    In the step ``short`` a rank alone has too little memory for it."""
 
     ranks: int
     flags: list[str]
-    rooms: tuple[float, ...]
-    jumps: tuple[int, ...]
-    nan: int = 0
+    fast: tuple[bool, ...]
+    little: int
     short: tuple[int, int] = (0, 0)
 
 
-AUTO = {
-    # Two calm steps, two over symmetric memory, the first jump runs again; the next attempt waits.
-    "ep2_compiled": Auto(2, _case(4, ep=2, **LONG, **COMPILE, **OP_AC), (0, 0, 1, 1, 0), (4, 5)),
-    # In steps in which ranks decide, one rank alone would have had no room, and then one has no memory. Of the two
-    # expert-parallel groups one has no room in step 7, and the other one knows nothing of it.
-    "ep2_fsdp2": Auto(4, _case(2, ep=2, **LONG), (0, 0, 0, 0, 0, 1, 1, 0), (2, 7), short=(4, 3)),
-    # Halves of a backward; the step that runs again has NaN.
-    "pp2_ep2_nan": Auto(4, _case(4, pp=2, ep=2, **LONG, **INTERLEAVED_ZB | ONE_BY_ONE), (0, 0, 1, 1), (4,), nan=4),
+AUTO = {  # after two calm steps
+    "ep2_compiled": Auto(2, _case(4, ep=2, **COMPILE, **OP_AC), (False, False, True, True, False), 4),
+    "ep2_fsdp2": Auto(4, _case(2, ep=2), (False, False, False, True, False), 4, short=(2, 3)),
+    # Halves of a backward.
+    "pp2_ep2_zb": Auto(4, _case(4, pp=2, ep=2, **INTERLEAVED_ZB | ONE_BY_ONE), (False, False, True, False), 3),
 }

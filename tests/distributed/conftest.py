@@ -13,7 +13,7 @@ from experiments.reference import relative_error
 from tests.distributed.runner import Place
 from tests.processes import run_workers
 
-SPLIT_BACKWARDS = re.compile("_zbv?|dualpipev|pp2_ep2_nan")
+SPLIT_BACKWARDS = re.compile("_zbv?|dualpipev")
 
 
 class WorkerResults:
@@ -28,7 +28,6 @@ class WorkerResults:
         out: where the script leaves ``<case>.pt``.
         script: of tests/distributed, or a tuple with its first arguments.
         groups: by number of ranks, the names of the cases.
-        shared: folders in ``out`` that the script reads.
         settings: of ranks that share a GPU.
     """
 
@@ -38,11 +37,9 @@ class WorkerResults:
         script: str | tuple[str, ...],
         groups: dict[int, list[str]],
         cpu_only: bool = False,
-        shared: tuple[str, ...] = (),
         settings: tuple[str, ...] = (),
     ):
-        self.out, self.script, self.groups, self.cpu_only, self.shared = out, script, groups, cpu_only, shared
-        self.settings = settings
+        self.out, self.script, self.groups, self.cpu_only, self.settings = out, script, groups, cpu_only, settings
         self.logs, self.ran = {}, set()
 
     def get(self, case: str, beside: str | None = None) -> dict:
@@ -52,9 +49,8 @@ class WorkerResults:
         cpu_only, out = self.cpu_only, self.out
         if not cpu_only and not self.settings and 0 < torch.cuda.device_count() < most_ranks:
             cpu_only, out = True, out / "cpu"
-            out.mkdir(exist_ok=True)
-            for name in self.shared:
-                shutil.copytree(self.out / name, out / name, dirs_exist_ok=True)
+            if not out.exists():
+                shutil.copytree(self.out, out, ignore=shutil.ignore_patterns("*.pt"))
         gloo = cpu_only or not torch.cuda.is_available()
         if gloo and SPLIT_BACKWARDS.search(case) and torch.__version__ < "2.13":
             pytest.skip("these schedules fail over gloo in torch before 2.13")

@@ -9,9 +9,7 @@ from tests.distributed.conftest import WorkerResults
 @pytest.fixture(scope="module")
 def results(case_dir) -> WorkerResults:
     groups = {n: [name for name, row in AUTO.items() if row.ranks == n] for n in (2, 4)}
-    return WorkerResults(
-        case_dir, ("runner.py", "tests.distributed.training:run_auto"), groups, shared=("tokenizer", "data")
-    )
+    return WorkerResults(case_dir, ("runner.py", "tests.distributed.training:run_auto"), groups)
 
 
 @pytest.mark.parametrize("case", AUTO)

@@ -175,7 +175,7 @@ def two_layers(run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
     return run(ids) + run(ids)
 
 
-@on_ranks(2, 4, ONE_GPU, ONE_CONNECTION, rows=ROWS)
+@on_ranks(pytest.param(Place(2), marks=pytest.mark.slow, id="2"), 4, ONE_GPU, ONE_CONNECTION, rows=ROWS)
 def test_ranks_equal_one_process(row: Row) -> None:
     """Both dispatches, the second also where two layers are recomputed in their backward. Deterministic algorithms fill
     new memory, on the layer's stream: not over what has arrived."""
@@ -422,7 +422,7 @@ def mapped_bytes() -> int:
     return sum(int(end, 16) - int(begin, 16) for begin, end in lines)
 
 
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_workspaces_leave_nothing_behind() -> None:
     """One for more tokens takes the place of the others, and one that inference makes serves a training step. A later
     group of the same name has its own, not that of ranks that may be gone."""

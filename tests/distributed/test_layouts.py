@@ -5,6 +5,8 @@ order of floating-point sums; where such a difference moves a value over an fp8 
 a fraction of a percent. A missing or doubled reduction is off by 30% and more.
 """
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests.distributed import cases
@@ -24,15 +26,14 @@ def results(case_dir, request) -> WorkerResults:
     asked = {item.callspec.params.get("case") for item in kept}
     two, four = ([c for c in of if c in asked or c not in cases.SLOW] for of in (cases.TWO_RANKS, cases.FOUR_RANKS))
     groups = {1: [*cases.SINGLE], 2: two, 4: four}
-    return WorkerResults(
-        case_dir, ("runner.py", "tests.distributed.training:run_layout"), groups, shared=("tokenizer", "data")
-    )
+    return WorkerResults(case_dir, ("runner.py", "tests.distributed.training:run_layout"), groups)
 
 
-LAYOUTS = [pytest.param(c, marks=[pytest.mark.slow] * (c in cases.SLOW)) for c in cases.TWO_RANKS | cases.FOUR_RANKS]
+def marked(names: Iterable[str]) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in cases.SLOW)) for name in names]
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", marked(cases.TWO_RANKS | cases.FOUR_RANKS))
 def test_layout_equals_one_process(results, case):
     variants = "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
     variant = next((v for v in variants if case.endswith(v)), None)
@@ -48,10 +49,7 @@ def test_layout_equals_one_process(results, case):
     assert set(got["counted"].values()) == {expected}
 
 
-COMPILED = [case for case in cases.CASES if "compile" in case or "memory_budget" in case]
-
-
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", marked(case for case in cases.CASES if "compile" in case or "memory_budget" in case))
 def test_blocks_of_a_kind_share_one_graph(results, case):
     """One for dense and one for MoE blocks, whole or up to the FFN; FSDP's hooks are outside."""
     result = results.get(case)
@@ -60,9 +58,11 @@ def test_blocks_of_a_kind_share_one_graph(results, case):
     assert result["whole"] == (["0", "1", "2"] if all_whole else ["0"] * ("memory_budget" not in case))
 
 
-@pytest.mark.parametrize("case", ["ep2_fsdp2", "ep2_fsdp2_op_ac"])
+@pytest.mark.parametrize("case", marked(["ep2_fsdp2", "ep2_fsdp2_op_ac"]))
 def test_fsdp_gathers_in_fp8(results, case):
+    """Over replicas alone it gathers nothing."""
     results.assert_gathered_in_fp8(case.replace("fsdp2", "fsdp2_fp8_gather"), case)
+    assert results.get("hsdp2_ep2_fp8_gather")["gathered"] == {"torch.float32"}
 
 
 @pytest.mark.parametrize("case", cases.FP8_TENSORS)

@@ -287,11 +287,8 @@ class Optional(nn.Module):
         return self.model(x) + self.linear(x) if with_linear else self.model(x)
 
 
-ACCUMULATED = {  # in which of a step's backwards gradients are reduced, and whether some leave the linear out
-    "no_sync": ((False, True, True, False, True), False),
-    "unused": ((True, True), True),
-    "unused_views": ((True, True), True),
-}
+# In which of a step's backwards gradients are reduced, and whether some leave the linear out.
+ACCUMULATED = {"no_sync": ((False, True, True, False, True), False), "unused": ((True, True), True)}
 
 
 @on_ranks(2, rows=ACCUMULATED)
@@ -300,7 +297,7 @@ def test_accumulation_under_ddp(row: tuple[tuple[bool, ...], bool]):
     spread, alone = Optional(group), Optional()
     wrap = functools.partial(distributed_data_parallel, process_group=group, find_unused_parameters=unused)
     _earlier = wrap(spread)  # as by a notebook's cell that ran twice
-    ddp = wrap(spread, gradient_as_bucket_view=row is ACCUMULATED["unused_views"])
+    ddp = wrap(spread, gradient_as_bucket_view=unused)
     for _ in range(2):
         for i, reduces in enumerate(reduced):
             uses = [not unused or i == rank == 0 for rank in range(ranks)]

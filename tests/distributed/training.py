@@ -8,10 +8,9 @@ single-process run writes. OUT_DIR has the tokenizer and the data.
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +28,6 @@ from torchtitan.models import gpt_oss
 from torchtitan.models.attention import FlexAttentionWrapper
 from torchtitan.models.deepseek_v3 import deepseekv3_args
 from torchtitan.models.deepseek_v3.infra import parallelize as deepseek_v3_parallelize
-from torchtitan.models.moe.moe import TokenChoiceTopKRouter
 
 import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor tiny
 from tests.distributed import runner
@@ -56,12 +54,12 @@ class RecordingTrainer(torchtitan.train.Trainer):
         counts = {n: float(b.sum()) * ranks for n, b in runner.buffers(self.model_parts, "tokens_per_expert").items()}
         return runner.gather({f"{n} of rank {dist.get_rank()}": count for n, count in counts.items()})
 
-    def record(self) -> dict:
+    def record(self, steps: int = STEPS, before: Callable[[], None] = lambda: None) -> dict:
         self.metrics_processor.should_log = lambda step: True
         # torchtitan leaves gradients as token sums under pipeline parallelism.
         tokens = GLOBAL_BATCH * self.job_config.training.seq_len
         scale = 1 / tokens if self.parallel_dims.pp_enabled else 1.0
-        found = runner.train(self, torchtitan.train, self.batch_generator(None), STEPS, scale)
+        found = runner.train(self, torchtitan.train, self.batch_generator(None), steps, scale, before)
         parts = [(i, block) for part in self.model_parts for i, block in part.layers.items()]
         return found | {"whole": [i for i, block in parts if isinstance(block, OptimizedModule)]}
 
@@ -122,7 +120,7 @@ def run_layout(case: str, out: Path) -> dict:
     torch._dynamo.reset()
     counters.clear()
     torch._functorch.config.activation_memory_budget = 1.0  # torchtitan changes it for the process
-    with closed(RecordingTrainer, out, CASES[case]) as trainer:
+    with closed(out, CASES[case]) as trainer:
         runner.load(trainer.model_parts, out / f"seed_{trainer.job_config.model.flavor}.pt")
         result = trainer.record()
         if case in FP8_TENSORS:
@@ -132,85 +130,48 @@ def run_layout(case: str, out: Path) -> dict:
 
 
 @contextlib.contextmanager
-def closed(kind: type[RecordingTrainer], out: Path, flags: list[str]) -> Iterator[Any]:
+def closed(out: Path, flags: list[str]) -> Iterator[RecordingTrainer]:
     """A trainer, whose dump folder goes."""
     with tempfile.TemporaryDirectory() as dump:
         args = [*BASE, f"--job.dump_folder={dump}", f"--model.hf_assets_path={out}/tokenizer"]
         args += ["--training.dataset=c4_test", f"--training.dataset_path={out}/data", *flags]
-        trainer = kind(torchtitan.train.ConfigManager().parse_args(args))
+        trainer = RecordingTrainer(torchtitan.train.ConfigManager().parse_args(args))
         try:
             yield trainer
         finally:
             trainer.close()
 
 
-# --- dispatch = "auto" ------------------------------------------------------------------------------------------------
+def run_dispatch(row: Auto, dispatch: str, out: Path) -> dict:
+    """Adds the final "state", and in which steps the run was "fast"."""
+    torch._dynamo.reset()
+    counters.clear()
+    fast, rank = [], dist.get_rank()
+    with closed(out, [*row.flags, f"--fp8_flow_moe.dispatch={dispatch}"]) as trainer:
 
+        def before() -> None:
+            assert len({*runner.gather_list(auto.room())}) == 1, f"ranks disagree before step {trainer.step}"
+            fast.append(auto.is_fast())
+            if auto.is_fast() and trainer.step == row.little and rank < 2:  # one expert-parallel group
+                auto._state.room = "0.5"
+            auto._has_memory = lambda room: (trainer.step, rank) != row.short
 
-class JumpingTrainer(RecordingTrainer):
-    """Every expert gets equally many tokens, but where a row of AUTO jumps all go to one rank of the first two, an
-    expert-parallel group."""
-
-    def named(self, *names: str) -> list[torch.Tensor]:
-        tensors = [(n, t) for part in self.model_parts for n, t in part.named_buffers()]
-        return [t for n, t in tensors if n.endswith(names)]
-
-    def run(self, row: Auto) -> tuple[list[torch.Tensor], list[float], list[int]]:
-        """Numbers that any dispatch must have in common; rooms before and graphs after each step."""
-        losses, rooms, graphs = [], [], []
-        modules = [m for part in self.model_parts for m in part.modules()]
-
-        def disturb(_, __, out: torch.Tensor) -> torch.Tensor:
-            out = F.dropout(out, 0.1)
-            if self.step == row.nan:
-                out[:, 40] = torch.nan
-            return out
-
-        for part in self.model_parts:
-            if part.tok_embeddings is not None:
-                part.tok_embeddings.register_forward_hook(disturb)
-        self.metrics_processor.log = lambda step, loss, *args, **kwargs: losses.append(float(loss))
-        self.metrics_processor.should_log = lambda step: True
-        data, rank = self.batch_generator(None), dist.get_rank()
-        for self.step in range(1, len(row.rooms) + 1):
-            biases, jumps = self.named("expert_bias"), self.step in row.jumps and rank < 2
-            kept = [bias.clone() for bias in biases]
-            for router in (m for m in modules if isinstance(m, TokenChoiceTopKRouter)):
-                router._debug_force_load_balance = not jumps
-            for bias in biases:
-                bias[: len(bias) // 2] += 100 * jumps
-            rooms.append(auto.room())
-            assert len({*runner.gather_list(rooms[-1])}) == 1, f"ranks disagree before step {self.step}"
-            auto._has_memory = lambda room: (self.step, rank) != row.short
-            before = counters["stats"]["unique_graphs"]
-            self.train_step(data)
-            graphs.append(counters["stats"]["unique_graphs"] - before)
-            for bias, before in zip(biases if jumps else (), kept, strict=False):
-                bias.copy_(before)
-        parameters = [p.detach() for part in self.model_parts for p in part.parameters()]
-        parameters = [getattr(p, "_local_tensor", p).clone() for p in parameters]
-        flags = [flags for m in modules if (flags := getattr(m, "nan_flags", None)) is not None]
-        return [torch.tensor(losses), *parameters, *self.named("expert_bias"), *flags], rooms, graphs
+        found = trainer.record(len(row.fast), before)
+        state = [t for part in trainer.model_parts for t in part.state_dict().values() if isinstance(t, torch.Tensor)]
+        return found | {"fast": tuple(fast), "state": [getattr(t, "_local_tensor", t).clone() for t in state]}
 
 
 def run_auto(case: str, out: Path) -> dict:
-    """Against the all-to-all, bit for bit. Uniform routing has room at once, and a jump never."""
-    row, runs = AUTO[case], []
-    auto.CALM_STEPS, auto.ROOMS, auto.MARGIN = 2, (1.0,), 1.0
-    for dispatch in ("all_to_all", "auto"):
-        torch._dynamo.reset()
-        flags = [*row.flags, f"--fp8_flow_moe.dispatch={dispatch}"]
-        with mock.patch.object(auto.logger, "warning") as warn, closed(JumpingTrainer, out, flags) as trainer:
-            runs.append(trainer.run(row))
-    (want, none, _), (got, rooms, graphs) = runs
-    assert not any(none), "auto changes the way of another setting"
-    assert tuple(rooms) == row.rooms, rooms
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    assert any(runner.gather_list(bool(got[0].isnan().any()))) == bool(row.nan)
+    """Against the all-to-all, bit for bit."""
+    auto.CALM_STEPS = 2
+    want = run_dispatch(AUTO[case], "all_to_all", out)
+    with mock.patch.object(auto.logger, "warning") as warn:
+        got = run_dispatch(AUTO[case], "auto", out)
+    assert got["fast"] == AUTO[case].fast and not any(want["fast"])
     assert warn.call_count == 1 and "run again" in warn.call_args.args[0], warn.call_args_list
-    first = rooms.index(1.0)
-    assert graphs[first] == ("compiled" in case), graphs  # both layers share it
+    assert got["losses"] == want["losses"] and [n for n in got["norms"] if n == n] == want["norms"]
+    assert all(map(torch.equal, got["state"], want["state"]))
+    assert got["graphs"] - want["graphs"] == 2 * ("compiled" in case)  # one for each room, which both layers share
     return {}
 
 

@@ -52,10 +52,6 @@ def left() -> dict[str, str]:
     return {name: why for names_, why in found for name in names_.split(", ")}
 
 
-def claims(job: Any) -> list[Any]:
-    return [config for _, config, *_ in job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)]
-
-
 def vendors(kind: type) -> type:
     """A class of another package, with a setting of its own."""
 
@@ -78,15 +74,9 @@ def test_options_of_the_command_line():
     assert config.to_dict()["fp8_flow_moe"]["save_h"] == "fp8"
 
 
-@pytest.mark.parametrize("name, layers", [("qwen3_30b_a3b", 48), ("gpt_oss_120b", 36)])
-def test_the_configs_of_other_models(name: str, layers: int):
-    if name.startswith("gpt_oss") and torch.cuda.is_available():
-        pytest.importorskip("flash_attn_interface", reason="torchtitan's gpt_oss needs FlashAttention 3 on Hopper")
-    config = ConfigManager().parse_args([*CONFIG[:-1], name, "--training.disable_cuda_graphs"])
-    before = [(name, tuple(p.shape)) for name, p in build(config).state_dict().items()]
-    model = start(config)
-    assert plan.announced[0].startswith(f"{layers} MoE layers, 0 shared experts, 0 dense") and not left()
-    assert [(name, tuple(p.shape)) for name, p in model.state_dict().items()] == before
+def test_the_config_of_another_model():
+    start(ConfigManager().parse_args([*CONFIG[:-1], "qwen3_30b_a3b", "--training.disable_cuda_graphs"]))
+    assert plan.announced[0].startswith("48 MoE layers, 0 shared experts, 0 dense") and not left()
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -121,13 +111,14 @@ def test_own_trainers_keep_their_settings():
     """A config with the section stays open to other settings; another one is converted at once."""
     OwnFp8, Own = vendors(Fp8FlowTrainer), vendors(Trainer)
     config = derive(deepseek_v3_debugmodel(), OwnFp8.Config, mine=42)
-    for fp8 in (Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1."], linear_fqns=["attention.wo."]), None):
+    for fp8 in (Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1."]), None):
         config = with_fp8_flow(config, fp8)
         assert (type(config)._owner, config.mine, config.fp8_flow_moe.save_h) == (OwnFp8, 42, "fp8")
-        assert claims(config) == []
         own = with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42), fp8)
         assert (type(own)._owner, own.mine) == (Own, 42)
-        assert [c.settings for c in claims(own)] == 5 * [fp8 or Fp8FlowMoEConfig()]
+        for job, claimed in ((config, []), (own, 5 * [fp8 or Fp8FlowMoEConfig()])):
+            found = job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)
+            assert [claim.settings for _, claim, *_ in found] == claimed
 
 
 def test_a_claimed_model_in_another_config():
@@ -349,9 +340,7 @@ def test_products_in_float32_are_those_of_bf16():
     x, w = torch.randn(48, 128).bfloat16().requires_grad_(), torch.randn(3, 64, 128).bfloat16().requires_grad_()
     offs = torch.tensor([8, 8, 48], dtype=torch.int32)
     results = []
-    for product in (lambda: _grouped_mm(None, A=x, B_t=w.mT, offs=offs), lambda: torch._grouped_mm(x, w.mT, offs=offs)):
-        y = product()
+    for y in (_grouped_mm(None, A=x, B_t=w.mT, offs=offs), torch._grouped_mm(x, w.mT, offs=offs)):
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, w))))
     for got, want in zip(*results, strict=True):
-        assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.detach().abs().max()))

@@ -53,7 +53,6 @@ def test_what_a_rank_holds(arguments: list[str], said: list[str]):
 
 
 MEASURED = [  # of experiments/throughput/results.json: config, expert-parallel ranks, arguments, GiB
-    ("16b:6:fp8_flow", 1, (), 56.95),
     ("16b:6:bf16", 1, (), 61.0),
     ("16b:6:fp8_flow", 1, ("--training.local_batch_size=1", "--training.no_disable_cuda_graphs"), 57.67),
     ("16b:27:fp8_flow", 4, ("--fp8_flow_moe.dispatch=symmetric",), 89.26),
