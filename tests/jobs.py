@@ -17,6 +17,7 @@ from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.config.job_config import Debug
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import attention
+from torchtitan.models.gpt_oss.model.moe import swiglu  # noqa: F401
 from torchtitan.models.moe.moe import MoE, MoEArgs
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec

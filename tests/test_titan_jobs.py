@@ -20,10 +20,11 @@ from tests.layer import refused
 from tests.patched import assert_listed_and_undone, snapshot, undone
 from tests.processes import call, ended_well, run_script, run_workers
 from titan_fp8moe import record_routing, replay_routing
+from titan_fp8moe.activations import ACTIVATIONS
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.trainer import cpu, plan, preflight
-from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts
+from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, gpt_oss_expert
 from titan_fp8moe.versions import installed
 
 RELEASE = str(installed("torchtitan"))
@@ -170,6 +171,14 @@ def test_what_is_converted(door: str, ranks: int, settings: dict, fp8: dict, rea
     assert first.endswith(described) and described in repr(model) and bool(others) == bool(stay)
     assert all(name.endswith(stay) for line in others for name in line.split(": ")[1].split(", "))
     assert all(reason in line for line in others)
+
+
+def test_the_activation_of_gpt_oss():
+    """Whose limit is each model's."""
+    spec = gpt_oss_expert(5.0)
+    gate, up = 8 * torch.randn(2, 64, 32)
+    got = ACTIVATIONS[spec.activation].forward(gate, up, *spec.parameters)
+    torch.testing.assert_close(got, jobs.swiglu(torch.stack((gate, up), -1).flatten(1), limit=5.0))
 
 
 # --- the process ------------------------------------------------------------------------------------------------------
