@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -23,10 +24,11 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.compiler.compiler import make_backend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
+from titan_fp8moe.kernels.compile import NO_GPU, Pointer
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -55,39 +57,21 @@ class Compiled:
     """One kernel. Its resources are ptxas's words: Triton itself reports no spills for some kernels that have them."""
 
     name: str
-    capability: int
     shared: int  # bytes per CTA
     asm: dict[str, Any] = field(repr=False)
-    log: str = field(repr=False)  # ptxas's of its compilation, or empty: then it was in Triton's cache
+    log: str = field(repr=False)  # ptxas's
 
-    @property
-    def registers(self) -> int:
-        return self._sum(r"Used (\d+) registers")
+    def __post_init__(self):
+        def sum_of(pattern: str) -> int:
+            return sum(map(int, re.findall(pattern, self.log)))
 
-    @property
-    def stack(self) -> int:
-        """Bytes per thread of local memory."""
-        return self._sum(r"(\d+) bytes stack frame")
-
-    @property
-    def spills(self) -> int:
-        """Bytes per thread stored and loaded."""
-        return self._sum(r"(\d+) bytes spill")
-
-    @property
-    def warnings(self) -> list[str]:
-        """Such as C7514: WGMMAs serialized."""
-        return [line for line in self._log.splitlines() if "warning" in line.lower() or "C75" in line]
-
-    def _sum(self, pattern: str) -> int:
-        return sum(int(n) for n in re.findall(pattern, self._log))
-
-    @property
-    def _log(self) -> str:
-        return self.log or _ptxas(self.asm["ptx"], self.capability)
+        self.registers = sum_of(r"Used (\d+) registers")
+        self.stack = sum_of(r"(\d+) bytes stack frame")  # bytes per thread of local memory
+        self.spills = sum_of(r"(\d+) bytes spill")  # bytes per thread stored and loaded
+        # Such as C7514: WGMMAs serialized.
+        self.warnings = [line for line in self.log.splitlines() if "warning" in line.lower() or "C75" in line]
 
 
-@functools.cache  # launches that differ in sizes only have the same PTX
 def _ptxas(ptx: str, capability: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
@@ -98,52 +82,50 @@ def _ptxas(ptx: str, capability: int) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
 
 
-@dataclass
-class Launch:
-    """One recorded launch, and how Triton would specialize the kernel on its arguments."""
+class Launch(NamedTuple):
+    """One recorded launch, with pointers in the place of meta tensors."""
 
     kernel: JITFunction
     grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    options: dict[str, Any]
+    arguments: dict[str, Any]  # and options
 
-    def specialization(self) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
-        """Signature, constants, and the arguments that are divisible by 16, without which there are no vector loads:
-        launches that differ in them are compiled separately."""
-        signature, constexprs, divisible = {}, {}, {}
-        for i, param in enumerate(self.kernel.params):
-            value = self.arguments.get(param.name, param.default if param.has_default else None)
-            specialize = not param.do_not_specialize
-            if param.is_constexpr or value is None or (specialize and type(value) is int and value == 1):
-                signature[param.name], constexprs[param.name] = "constexpr", value
-                continue
-            signature[param.name], number = mangle_type(value), 1
-            if isinstance(value, Tensor):  # fresh allocations are aligned; a view is as aligned as its offset
-                number = value.storage_offset() * value.element_size()
-            elif type(value) is int and specialize:
-                number = value
-            if number % 16 == 0:
-                divisible[(i,)] = [["tt.divisibility", 16]]
-        return signature, constexprs, divisible
+    @property
+    def key(self) -> tuple:
+        """Launches that differ in it are compiled separately."""
+        _, specialization, options = _binder(self.kernel)(**self.arguments)
+        return self.kernel.__name__, compute_cache_key({}, specialization, options)
 
     def compile(self, capability: int = 90) -> Compiled:
-        source_class = GluonASTSource if self.kernel.is_gluon() else ASTSource
-        source = source_class(self.kernel, *self.specialization())
+        if (found := _compiled.get((capability, self.key))) is not None:
+            return found
+        # Triton keeps what it compiled for a device, so each capability is another.
+        target = GPUTarget("cuda", capability, 32)
+        device = dict(get_current_device=lambda: capability, get_current_target=lambda: target)
+        gpu = SimpleNamespace(**vars(NO_GPU) | device)
         with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
             triton.knobs.nvidia.dump_ptxas_log = True
-            compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
-        return Compiled(self.kernel.__name__, capability, compiled.metadata.shared, compiled.asm, log.getvalue())
+            with patch.object(driver, "_active", gpu):
+                compiled = self.kernel.warmup(grid=(1,), **self.arguments)
+        said = log.getvalue() or _ptxas(compiled.asm["ptx"], capability)  # nothing if it was in Triton's cache
+        found = Compiled(self.kernel.__name__, compiled.metadata.shared, compiled.asm, said)
+        return _compiled.setdefault((capability, self.key), found)
+
+
+_compiled: dict[tuple, Compiled] = {}
+
+
+@functools.cache
+def _binder(kernel: JITFunction) -> Callable:
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(NO_GPU.get_current_target()))
 
 
 def record_launches(function: Callable, *args: Any) -> list[Launch]:
     """Runs ``function`` on ``args`` (meta tensors) without launching anything; returns what it would launch."""
     launches = []
 
-    def run(kernel, *args, grid, warmup, **kwargs):
-        arguments = dict(zip(kernel.arg_names, args, strict=False))
-        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-        arguments |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        launches.append(Launch(kernel, grid, arguments, options))
+    def run(kernel, *args, grid, warmup, **named):
+        args = (Pointer.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        launches.append(Launch(kernel, grid, dict(zip(kernel.arg_names, args, strict=False)) | named))
 
     with patch.object(JITFunction, "run", run), no_driver():
         function(*args)
