@@ -50,22 +50,27 @@ def launched(launches: Iterable[worker.Launch]) -> set[str]:
     return {f"{k.kernel.__name__} {k._key(0, args, constants)[0]}" for k, args, constants in launches}
 
 
+def each(function: Callable[[Any], Any], weights: Any) -> ExpertWeights:
+    return ExpertWeights(*map(function, weights))
+
+
 def matrices(E: int, H: int, D: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ExpertWeights:
     shapes = (E, H, D), (E, D, H), (E, H, D)
-    return ExpertWeights(*(torch.zeros(shape, dtype=dtype, device=device).requires_grad_() for shape in shapes))
+    return each(lambda shape: torch.zeros(shape, dtype=dtype, device=device, requires_grad=True), shapes)
 
 
-def one(weights: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*(w[0].detach().requires_grad_() for w in cast(Any, weights)))
+def one(*sizes: Any, **options: Any) -> ExpertWeights:
+    """The matrices of a single FFN."""
+    return each(lambda w: w[0].detach().requires_grad_(), matrices(1, *sizes, **options))
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def forward(T: int, experts: Experts, shared: Any = None, device: str = "cpu") -> Tensor:
-    x = torch.zeros(T, D, dtype=torch.bfloat16, device=device, requires_grad=True)
-    ids, scores = torch.zeros(T, K, dtype=torch.int64, device=device), torch.ones(T, K, device=device)
-    return run_layer(x, ids, scores.requires_grad_(), experts, shared)
+def forward(T: int, experts: Experts, shared: Any = None) -> Tensor:
+    x = torch.zeros(T, D, dtype=torch.bfloat16, requires_grad=True)
+    ids, scores = torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K, requires_grad=True)
+    return run_layer(x, ids, scores, experts, shared)
 
 
 def a_layer(spec: Any = None, biases: Any = (None, None, None), lora: Any = None, weights: Any = None, **settings: Any):
@@ -76,23 +81,22 @@ def a_layer(spec: Any = None, biases: Any = (None, None, None), lora: Any = None
 def layers() -> dict[str, Callable[[], Tensor]]:
     """Layers by what is special about them, on a CPU."""
     run, flags = functools.partial(forward, T), torch.zeros(2, 1, dtype=torch.uint8)
-    stored = ExpertWeights(*(Fp8Weight.quantize(w.detach()) for w in cast(Any, matrices(E, H, D))))
-    fp32 = ExpertWeights(*(w._replace(scale=w.scale.float()) for w in cast(Any, stored)))
+    frozen = each(Tensor.detach, matrices(E, H, D))
+    stored = each(Fp8Weight.quantize, frozen)
+    fp32 = each(lambda w: w._replace(scale=w.scale.float()), stored)
     biases = [torch.zeros(E, n).requires_grad_() for n in (H, D, H)]
     factors = [(torch.zeros(E, 16, k), torch.zeros(E, n, 16)) for n, k in ((H, D), (D, H), (H, D))]
     lora = Lora(*(Adapter(a.requires_grad_(), b.requires_grad_(), 1.0) for a, b in factors))
-    frozen = ExpertWeights(*(w.detach() for w in cast(Any, matrices(E, H, D))))
-    shared = Shared(one(matrices(1, 384, D)))
     x = torch.zeros(T, D).requires_grad_()
     return {
         "plain": lambda: run(a_layer()),
-        "shared": lambda: run(a_layer(recompute="experts")._replace(nan_flags=flags), shared),
+        "shared": lambda: run(a_layer(recompute="experts")._replace(nan_flags=flags), Shared(one(384, D))),
         "FP8 h": lambda: run(a_layer(save_h="fp8", wgrad="scaling_aware")),
         "biases": lambda: run(a_layer(ExpertSpec.of("clamped_swiglu"), biases, recompute="none")),
         "stored": lambda: run(a_layer(weights=stored)),
         "stored with fp32 scales": lambda: run(a_layer(weights=fp32)),
         "adapters": lambda: run(a_layer(weights=frozen, lora=lora)),
-        "FFN": lambda: feed_forward(x, one(matrices(1, H, D)), Fp8FlowMoEConfig()),
+        "FFN": lambda: feed_forward(x, one(H, D), Fp8FlowMoEConfig()),
         "linear": lambda: linear(x, torch.zeros(H, D).requires_grad_(), Fp8FlowMoEConfig()),
     }
 
@@ -140,7 +144,7 @@ def test_the_kernels_of_a_layer(name):
     assert ahead(told) == real and {"grouped_mm_hopper_kernel", "_probe_kernel"} < {key.split()[0] for key in real}
 
 
-@pytest.mark.parametrize("name", ["plain", "shared", "FFN"])
+@pytest.mark.parametrize("name", ["shared", "FFN"])
 def test_the_kernels_of_a_compiled_layer(name, monkeypatch):
     """Each op sends a message when it is traced for a GPU, once."""
     sent: list[bytes] = []
@@ -170,14 +174,12 @@ def compare_on_two_ranks() -> None:
     """A process that compiles has no group. Whatever the number of tokens is: 1, a multiple of 16, or one more."""
     dist.init_process_group("gloo")
     mesh, found = init_device_mesh("cpu", (2,)), []
-    weights = ExpertWeights(*(DTensor.from_local(w, mesh, [Shard(0)]) for w in cast(Any, matrices(E, H, D))))
-    for dispatch, with_shared, tokens in itertools.product(("all_to_all", "symmetric"), (False, True), (1, 96)):
+    sharded = each(lambda w: DTensor.from_local(w, mesh, [Shard(0)]), matrices(E, H, D))
+    for dispatch, tokens in itertools.product(("all_to_all", "symmetric"), (1, 96)):
         tokens += dist.get_rank() * (dispatch == "all_to_all")
-        experts = a_layer(weights=weights if with_shared else None, dispatch=dispatch)._replace(
-            ep_group=dist.group.WORLD
-        )
-        shared = Shared(one(matrices(1, 384, D))) if with_shared else None
-        found.append(real_and_told(functools.partial(forward, tokens, experts, shared)))
+        for weights, shared in ((None, None), (sharded, Shared(one(384, D)))):
+            experts = a_layer(weights=weights, dispatch=dispatch)._replace(ep_group=dist.group.WORLD)
+            found.append(real_and_told(functools.partial(forward, tokens, experts, shared)))
     dist.destroy_process_group()
     for real, told in found:
         assert ahead(told) == real
@@ -197,13 +199,13 @@ def layer(tmp_path, monkeypatch):
     """On meta tensors. What it launches is compiled into an empty cache."""
     active = driver._active
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    yield functools.partial(forward, T, a_layer(weights=matrices(E, H, D, device="meta")), device="meta")
+    x, w = (torch.zeros(n, D, device="meta", requires_grad=True) for n in (T, H))
+    yield functools.partial(linear, x, w, Fp8FlowMoEConfig())
     driver.set_active(active)
 
 
 def test_a_launch_finds_its_kernel(layer, monkeypatch):
-    """In Triton's cache on disk, whatever the others are that this process has compiled: of layers that a job announces
-    and of a traced op, whose message has another form."""
+    """In Triton's cache on disk: of layers that a job announces and of a traced op, whose message has another form."""
     monkeypatch.setattr(warm_up.grouped_mm, "_is_hopper", lambda device: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     monkeypatch.setattr(FakeTensor, "is_cuda", True, raising=False)
@@ -221,7 +223,7 @@ def test_a_launch_finds_its_kernel(layer, monkeypatch):
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **found: hits.append(found["cache_hit"]))
     for kernel, args, constants in launches:
         kernel.compile(args, constants)
-    assert len(hits) > 20 and all(hits)
+    assert len(hits) > 5 and all(hits)
 
 
 def hashes(first: int) -> list[str]:
@@ -321,17 +323,16 @@ def kernels_of_16b(T: int) -> set[str]:
     """The launches of a MoE layer of 16B and of its dense FFN on one of eight ranks. FSDP gathers FFNs in bf16. Under
     EP 8 it leaves experts alone, which are in fp32."""
     dist.init_process_group("fake", rank=0, world_size=8)
-    meta: Any = dict(device="meta")
-    flags, config = torch.empty(2, 16, dtype=torch.uint8, **meta), Fp8FlowMoEConfig()
-    x, scores = (torch.empty(T, 2048, dtype=torch.bfloat16, **meta), torch.empty(T, 6, **meta))
-    ids = torch.empty(T, 6, dtype=torch.int64, **meta)
-    shared, ffn = (one(matrices(1, H, 2048, torch.bfloat16, **meta)) for H in (2816, 10944))
-    inputs = x.requires_grad_(), ids, scores.requires_grad_()
-    layers = [functools.partial(feed_forward, x, ffn, config, nan_flags=flags)]
+    with torch.device("meta"):
+        flags, ids = torch.empty(2, 16, dtype=torch.uint8), torch.empty(T, 6, dtype=torch.int64)
+        x = torch.empty(T, 2048, dtype=torch.bfloat16, requires_grad=True)
+        scores = torch.empty(T, 6, requires_grad=True)
+    shared, ffn = (one(H, 2048, dtype=torch.bfloat16, device="meta") for H in (2816, 10944))
+    layers = [functools.partial(feed_forward, x, ffn, Fp8FlowMoEConfig(), nan_flags=flags)]
     for dispatch in ("all_to_all", "symmetric"):  # auto may take both
-        over = Fp8FlowMoEConfig(dispatch=dispatch)
-        experts = Experts(matrices(8, 1408, 2048, **meta), over, dist.group.WORLD, nan_flags=flags)
-        layers.append(functools.partial(run_layer, *inputs, experts, Shared(shared)))
+        over, weights = Fp8FlowMoEConfig(dispatch=dispatch), matrices(8, 1408, 2048, device="meta")
+        experts = Experts(weights, over, dist.group.WORLD, nan_flags=flags)
+        layers.append(functools.partial(run_layer, x, ids, scores, experts, Shared(shared)))
     return launched(worker.recorded(layers))
 
 
@@ -340,7 +341,7 @@ def test_the_kernels_of_a_job():
     assert call(kernels_of_job, *job) == call(kernels_of_16b, 256)
 
 
-@pytest.mark.parametrize("name, ranks", [("deepseek_v3_16b", 1), ("deepseek_v3_16b", 2), ("qwen3_30b_a3b", 1)])
+@pytest.mark.parametrize("name, ranks", [("deepseek_v3_16b", 2), ("qwen3_30b_a3b", 1)])
 def test_a_job_announces_its_kernels(name, ranks):
     job = f"train_configs/{name}.toml", f"--world-size={ranks}", "--parallelism.expert_parallel_degree=1"
     assert call(announced_kernels, *job) == call(kernels_of_job, *job)
