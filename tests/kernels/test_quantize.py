@@ -115,10 +115,9 @@ def test_weights_that_are_copied_are_warned_of(generator):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_weight([*both.chunk(2, 1)])
-        for K, N in ((256, 128), (192, 272)):
-            stored_E_K_N = randn(generator, 2, K, 2 * N).transpose(1, 2)
-            check_weight([stored_E_K_N])  # read where it lies
-            check_weight([*stored_E_K_N.chunk(2, 1)])
+        stored_E_K_N = randn(generator, 2, 192, 2 * 272).transpose(1, 2)
+        check_weight([stored_E_K_N])  # read where it lies
+        check_weight([*stored_E_K_N.chunk(2, 1)])
     strided = [randn(generator, 2, 128, 256, 2)[..., 0] for _ in range(2)]
     said = r"weights \(2, 128, 256\) with strides \(65536, 512, 2\) are copied"
     with pytest.warns(UserWarning, match=said) as caught:
@@ -127,15 +126,14 @@ def test_weights_that_are_copied_are_warned_of(generator):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("sizes", [(96,), (384,), (1, 130), (256, 128)])
-def test_weights_are_padded(generator, device, sizes, dtype):
+@pytest.mark.parametrize("sizes, K", [((96,), 80), ((384,), 264), ((1, 130), 256), ((256, 128), 264)])
+def test_weights_are_padded(generator, device, sizes, K, dtype):
     """The memory around a weight must not be read as padding."""
-    for K in (80, 256, 264):
-        around = [torch.full((2, n + 7, K + 24), float("nan"), dtype=dtype, device=device) for n in sizes]
-        weights = [w[:, 3:-4, 8 : K + 8] for w in around]
-        for w in weights:
-            w.copy_(randn(generator, *w.shape))
-        check_weight(weights)
+    around = [torch.full((2, n + 7, K + 24), float("nan"), dtype=dtype, device=device) for n in sizes]
+    weights = [w[:, 3:-4, 8 : K + 8] for w in around]
+    for w in weights:
+        w.copy_(randn(generator, *w.shape))
+    check_weight(weights)
 
 
 def test_weight_hard_blocks(generator):
@@ -161,12 +159,10 @@ def test_refresh_weight(generator, E, N, K, pair, dtype, turned):
         as_stored = [w.transpose(1, 2).contiguous() for w in weights]
         weights = [w.transpose(1, 2) for w in as_stored]
     q, q_t, scale = map(torch.empty_like, quantize.quantize_weight(weights, True, True))
-    state = torch.zeros(recipe.STATE_HEADER + len(weights) * recipe.num_samples(weights[0]), dtype=torch.int32)
+    size, numbers = recipe.STATE_HEADER + len(weights) * recipe.num_samples(weights[0]), dict(dtype=torch.int32)
+    state, steps = torch.zeros(size, **numbers, device=q.device), torch.full((1,), 7, **numbers, device=q.device)
     state[0] = -1
-    state = state.to(q.device)
-    steps, kept = torch.full((1,), 7, dtype=torch.int32, device=q.device), state.clone()
-
-    operands = ()
+    kept, operands = state.clone(), ()
 
     def refresh(steps, force, want, transposed=q_t, generation=None):
         nonlocal operands, kept
