@@ -7,6 +7,7 @@ saturate, NaN is 0x7F.
 """
 
 import functools
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,35 +51,44 @@ def correct_conversions() -> None:
 
     interpreter._convert_float = convert_float
     _make_masks_boolean()
+    # Checks of integers for overflow, half of the time, assert nothing without ``debug``.
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     _patch_language_once()
     _remember_types()
 
 
 def _patch_language_once() -> None:
-    """Changes ``triton.language`` once per launch, not for each device function: a third of the time of launches."""
-    patch_lang, launch, inside = interpreter._patch_lang, interpreter.GridExecutor.__call__, False
+    """Changes ``triton.language`` at the first launch and for good, not for each launch and device function."""
     both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patch_once = functools.cache(functools.partial(interpreter._patch_lang, both))
 
     def patch(fn):
-        nonlocal inside
-        if inside:
-            return SimpleNamespace(restore=lambda: None)
-        inside = True
-        return patch_lang(both)
+        patch_once()
+        return SimpleNamespace(restore=lambda: None)
 
-    def call(self, *args, **kwargs):
-        nonlocal inside
-        inside = False
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, call
+    interpreter._patch_lang = patch
 
 
 def _remember_types() -> None:
-    """Looks types of blocks up, which each operation would make anew: a fifth of the time."""
-    tl.block_type.__hash__ = tl.pointer_type.__hash__ = tl.dtype.__hash__  # by name, as they are compared
+    """Looks up types and shapes, which each operation would make and compare anew: half of the time."""
+    # Names hold element types and shapes.
+    tl.block_type.__hash__ = tl.pointer_type.__hash__ = tl.dtype.__hash__
+    tl.block_type.__eq__ = lambda self, other: isinstance(other, tl.block_type) and self.name == other.name
+    tl.block_type.to_ir = lambda self, builder: self
     tl.block_type.with_element_ty = functools.cache(tl.block_type.with_element_ty)
     interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    semantic, broadcast = type(interpreter.interpreter_semantic), interpreter.interpreter_semantic.broadcast_impl_value
+
+    @functools.cache
+    def shape_of(sizes):
+        return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+    def init(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shape_of(tuple(type.shape) if type.is_block() else ())
+
+    tl.tensor.__init__ = init
+    semantic.broadcast_impl_value = lambda self, lhs, rhs: (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
 
 
 def _make_masks_boolean() -> None:
