@@ -63,12 +63,9 @@ def test_nothing_but_kernels(monkeypatch, request, seed, recompute, exchanged):
 PADDED = ROUTED | dict(dim=192, hidden=80, biased=True, activation="clamped_swiglu")
 LAYERS = {
     "routed_experts": ROUTED,
-    "padded": PADDED,
     "padded, transposed": PADDED | dict(stored="fused", lies="swapped"),
     "padded, interleaved": PADDED | dict(stored="interleaved"),
-    "grouped_mm": dict(entry="grouped_mm"),
     "grouped_mm, transposed": dict(entry="grouped_mm", lies="swapped"),
-    "grouped_ffn": dict(entry="grouped_ffn"),
     "grouped_ffn, recomputed": dict(entry="grouped_ffn", config=Fp8FlowMoEConfig(recompute="experts")),
 }
 
