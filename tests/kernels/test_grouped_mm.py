@@ -12,7 +12,7 @@ from tests.gluon_emulator import emulate
 from tests.kernels.compare import offsets, randn
 from tests.kernels.conftest import INTERPRETED
 from titan_fp8moe import recipe
-from titan_fp8moe.kernels.gemm import forward, grouped_mm, portable, wgrad
+from titan_fp8moe.kernels.gemm import grouped_mm
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
 from titan_fp8moe.recipe import BLOCK
 
@@ -197,13 +197,13 @@ def test_without_padding(kernels, generator, N, columns):
     assert part.is_contiguous() and torch.equal(part, whole[:, :columns])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts, N, K, rows, columns", [
-    (1, 128, 128, 64, 64), (1, 256, 384, 192, 320), (1, 384, 128, 272, 16), (1, 256, 384, 256, 328),
-    (2, 256, 256, 80, 256), (2, 512, 128, 144, 64), (2, 512, 384, 256, 320), (2, 768, 384, 384, 384),
+@pytest.mark.parametrize("dtype, parts, N, K, rows, columns", [
+    *((dtype, *sizes) for dtype in DTYPES for sizes in ((1, 256, 384, 192, 320), (2, 512, 384, 256, 320))),
+    *((DTYPES[0], *sizes) for sizes in ((1, 384, 128, 272, 16), (2, 256, 256, 80, 256), (2, 768, 384, 384, 384))),
+    *((DTYPES[1], *sizes) for sizes in ((1, 128, 128, 64, 64), (1, 256, 384, 256, 328), (2, 512, 128, 144, 64))),
 ])  # fmt: skip
 @pytest.mark.parametrize("layout", recipe.WGRAD_LAYOUTS)
-def test_wgrad_of_padded_weights(kernels, generator, layout, parts, N, K, rows, columns, dtype):
+def test_wgrad_of_padded_weights(kernels, generator, layout, dtype, parts, N, K, rows, columns):
     """The rows and columns that pad each matrix of an expert are not stored, nor do they hit its neighbours. Gate's
     gradients, then up's, have the bits of separate results. Of matrices of 256 rows the Hopper kernel stores the tiles
     transposed."""
@@ -260,12 +260,12 @@ def test_wgrad_scales_of_opposite_size(kernels, generator):
 
 # --- the layers' real shapes ------------------------------------------------------------------------------------------
 
-LAYERS = [  # model, M, E, D, H
-    pytest.param(32768, 8, 7168, 2048, id="671B, 32 ranks"),
-    pytest.param(98304, 64, 2048, 1408, id="16B, 1 rank"),
-    pytest.param(32768, 8, 2048, 1408, id="16B, 8 ranks"),
-    pytest.param(32768, 2, 2048, 1408, id="16B, 32 ranks"),
-]
+LAYERS = {  # M, E, D, H
+    "671B, 32 ranks": (32768, 8, 7168, 2048),
+    "16B, 1 rank": (98304, 64, 2048, 1408),
+    "16B, 8 ranks": (32768, 8, 2048, 1408),
+    "16B, 32 ranks": (32768, 2, 2048, 1408),
+}
 
 
 def uneven_groups(M, E, device):
@@ -275,7 +275,7 @@ def uneven_groups(M, E, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("M, E, D, H", LAYERS)
+@pytest.mark.parametrize("M, E, D, H", LAYERS.values(), ids=LAYERS.keys())
 def test_layer(kernels, generator, device, M, E, D, H):
     groups = uneven_groups(M, E, device)
     for N, K in ((2 * H, D), (D, H), (H, D), (D, 2 * H)):
@@ -305,26 +305,6 @@ def test_many_rows_and_experts(kernels, generator, device):
     M, N, K = 2**20, 128, 2176
     groups = uneven_groups(M, 256, device)
     check(kernels, make_operands(generator, M, N, K, 256), groups, torch.bfloat16)
-
-
-@pytest.mark.gpu
-def test_no_compilation_when_the_number_of_rows_changes(kernels, generator, device):
-    def variants(kernel):
-        return len(kernel.device_caches[torch.cuda.current_device()][0])
-
-    compiled = portable.grouped_mm_kernel, portable.grouped_mm_wgrad_kernel
-    if grouped_mm.is_hopper(torch.empty(1, device=device)):
-        compiled = forward.grouped_mm_hopper_kernel.kernel, wgrad.wgrad_hopper_kernel.kernel
-    counts = []
-    for M in (128, 256, 384, 2048, 4224):
-        groups = offsets(128, M, device=device)
-        kernels.grouped_mm(*make_operands(generator, M, 384, 256, 2), groups, torch.bfloat16)
-        dyT, dyT_scale, xT, xT_scale = make_wgrad_operands(generator, M, 768, 384)
-        for part in (slice(0, 3), slice(3, 6)):
-            rows = slice(part.start * BLOCK, part.stop * BLOCK)
-            kernels.grouped_mm_wgrad(dyT[rows], dyT_scale[part], xT, xT_scale, groups, torch.bfloat16)
-        counts.append([variants(kernel) for kernel in compiled])
-    assert all(count == counts[0] for count in counts) and all(counts[0]), counts
 
 
 # --- beside other work: CTAs take their tiles from a counter ----------------------------------------------------------
