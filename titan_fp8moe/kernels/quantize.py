@@ -271,7 +271,7 @@ def _quantize_block(
     n = 4 * tl.arange(0, TILE // 4)
     column = first_column + tl.arange(0, TILE)
     k = k_block * TILE + tl.arange(0, TILE)
-    row = (n_block * TILE + n).to(tl.int64)[:, None]
+    row = (n + n_block * TILE).to(tl.int64)[:, None]
     block = w + e * stride_e + row * stride_n + column[None, :]
     if WHOLE:
         rows = load_four(block, stride_n)
@@ -287,7 +287,7 @@ def _quantize_block(
     byte, factor = scale_of_amax(bits)
 
     if q is not None:
-        row = (out_block * TILE + n).to(tl.int64)[:, None]
+        row = (n + out_block * TILE).to(tl.int64)[:, None]
         for j in tl.static_range(4):
             tl.store(q + e * N * K + (row + j) * K + k[None, :], (rows[j].to(tl.float32) * factor).to(tl.float8e4nv))
     if q_t is not None:
