@@ -134,3 +134,10 @@ class BackwardSpec(NamedTuple):
     def keeps_a(self) -> bool:
         """Whether the forward saves GEMM 2's input for the backward."""
         return self.weights != "frozen" and self.recompute == "none"
+
+    @property
+    def num_saved_of_gemm_2(self) -> int:
+        """How many tensors the forward of an FFN saves that the backward of GEMM 2 alone reads: h and GEMM 2's input,
+        with scales, as the flags of :mod:`titan_fp8moe.layer.saved` say."""
+        hidden = 0 if self.recompute == "experts" else 2 if self.save_h == "fp8" else 1
+        return hidden + (2 if self.keeps_a else 0)

@@ -50,7 +50,6 @@ from titan_fp8moe.layer.saved import (
     gradients_flags,
     halfway_flags,
     join_gradients,
-    num_of_gemm_2,
     pack,
     saved_flags,
     unpack,
@@ -331,7 +330,8 @@ class ExpertsFunction(torch.autograd.Function):
             flat = iter(_hidden_gradients_op(dout, saved, needs, *parameters, ctx.nan_flags, layer))
             first_flags, last_flags = gradients_flags(needed, spec.lora)
             first, halfway = unpack(first_flags, flat), list(flat)
-            of_gemm_2 = num_of_gemm_2(spec.backward) + (num_of_gemm_2(spec.shared_backward) if spec.shared else 0)
+            of_gemm_2 = spec.backward.num_saved_of_gemm_2
+            of_gemm_2 += spec.shared_backward.num_saved_of_gemm_2 if spec.shared else 0
             del saved[len(saved) - of_gemm_2 :]  # frees h and a, but not in a plain eager step, where autograd has them
             last = _gradients_op(halfway, saved, needs, ctx.dim, ctx.x_dtype, *parameters, layer)
         grads = join_gradients(first, unpack(last_flags, iter(last)))

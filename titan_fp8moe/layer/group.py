@@ -24,7 +24,7 @@ from titan_fp8moe.layer import statistics
 from titan_fp8moe.layer.checks import check_device
 from titan_fp8moe.layer.ffn import FFN, HiddenGradients, WeightGrads, weight_grads
 from titan_fp8moe.layer.operands import SWIGLU, W2, W13, WeightCache, WeightOperands, aliases, copies_for, pack_weights
-from titan_fp8moe.layer.saved import GROUP_HALFWAY, SavedGroup, group_flags, num_of_gemm_2, pack, unpack
+from titan_fp8moe.layer.saved import GROUP_HALFWAY, SavedGroup, group_flags, pack, unpack
 from titan_fp8moe.layer.weights import ExpertWeights, one_expert
 from titan_fp8moe.ops.backend import custom_op, once_differentiable, refuse_export
 from titan_fp8moe.recipe import BLOCK, STEP
@@ -147,7 +147,7 @@ class _FeedForward(torch.autograd.Function):
         flat = iter(_hidden_gradients_op(dy, saved, first, ctx.x_dtype, packed, ctx.nan_flags, encode(spec)))
         (dx, dw2), halfway, dw13 = unpack(first, flat), list(flat), None
         if needs_dw1 or needs_dw3:
-            del saved[len(saved) - num_of_gemm_2(spec) :]
+            del saved[len(saved) - spec.num_saved_of_gemm_2 :]
             [dw13] = _w13_grad_op(halfway, saved, packed, encode(spec))
         return dx, *matrix_grads(WeightGrads(dw13, dw2), matrices), None, None, None, None
 

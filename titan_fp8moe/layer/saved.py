@@ -171,12 +171,6 @@ def _gemm_2_flags(backward: BackwardSpec, of_gemm_2: bool) -> tuple[Any, Any]:
     return (_ROWS if backward.keeps_a else None, hidden) if of_gemm_2 else (None, None)
 
 
-def num_of_gemm_2(backward: BackwardSpec) -> int:
-    """How many tensors an FFN's forward saves that the backward of GEMM 2 alone reads."""
-    flags = _gemm_2_flags(backward, True)
-    return len(pack(flags, flags))
-
-
 @functools.cache
 def group_flags(
     backward: BackwardSpec, kept: bool, scored: bool = False, shares_q: bool = False, of_gemm_2: bool = True
