@@ -1,5 +1,6 @@
 """Tests what tools/quickstart.sh and tools/run_train.sh show of a run, and how they end when it fails."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from tests.processes import time_limit
+from tools import compare_losses, progress
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "--tee=3"]
@@ -34,7 +37,8 @@ TORCHRUN_SAYS = "E1127 20:48:21 1 torch/distributed/elastic/multiprocessing/api.
     ("[rank0]: ValueError: a", "exitcode  : 1 (pid: 2)\n  ValueError: a", False, "error: ValueError: a"),
     (BOX, "exitcode  : 2 (pid: 2)", False, "error: invalid choice 'foo' for argument '--wgrad'. Expected one of ('bal"),
     ("KeyError: 1", "rank      : 1\n  ValueError: of a rank that is not shown", True, "error: ValueError: of a rank"),
-    ("torch.OutOfMemoryError: CUDA", "exitcode  : -9 (pid: 2)\nSIGKILL", True, "error: OutOfMemoryError: CUDA"),
+    ("KeyError: 1", "exitcode  : -9 (pid: 2)\ntraceback : Signal 9 (SIGKILL)", True, "error: KeyError: 1"),
+    ("torch.OutOfMemoryError: CUDA", "exitcode  : 1 (pid: 2)", True, "error: OutOfMemoryError: CUDA"),
     ("KeyError: 1\nerror: model.flavor = 'a': b", "exitcode  : 1 (pid: 2)", True, "error: model.flavor = 'a': b"),
     ("step: 1", "exitcode  : 1 (pid: 2)", True, "===="),
 ])  # fmt: skip
@@ -44,6 +48,14 @@ def test_the_last_line_is_the_error_of_a_rank(tmp_path: Path, rank: str, report:
     done = run(sys.executable, "tools/launch.py", "sh", "-c", f"cat {tmp_path}/log; exit 1")
     assert done.returncode == 1 and (TORCHRUN_SAYS in done.stdout) == ("====" in done.stdout) == shown
     assert done.stdout.splitlines()[-1].startswith(error)
+
+
+def test_progress():
+    """The first and the last step, others at most every five seconds."""
+    log = "- INFO - step: {:2}  loss:  8.90000  grad_norm:  1.0  memory: 35.10GiB(25%)  tps: 9,000\n".format
+    shown = progress.shown(["an import\n", "INFO - FP8-Flow-MoE: 2 layers\n", *map(log, (1, 2, 3))], "bf16", 3)
+    steps = [f"bf16: step {n} of 3: loss 8.90000, 9,000 tokens/s, 35.10 GiB\n" for n in (1, 3)]
+    assert [*shown] == ["bf16: FP8-Flow-MoE: 2 layers\n", *steps]
 
 
 TICKS = """\
@@ -67,6 +79,13 @@ def test_lines_appear_when_they_are_printed(tmp_path: Path):
     assert process.returncode == 1 and len(at) == 5
     assert at[-1] - at[0] > 0.4  # at most two of the pauses were lost on a busy machine
     assert lines[-1][0] == "error: ValueError: set a to b\n"
+
+
+def test_progress_leaves_the_command_its_status():
+    command = "(printf begun; printf ' failed' >&2; exit 3)"
+    script = f"set -o pipefail; {command} 2>&1 | {sys.executable} tools/progress.py it"
+    done = run("bash", "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "begun failed", "")
 
 
 def fake_python(folder: Path, program: str) -> str:
@@ -145,3 +164,31 @@ def test_the_quickstart_names_what_it_wrote(tmp_path: Path):
     done = run("tools/quickstart.sh", PATH=fake_python(tmp_path, python), OUT=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert f"table: {tmp_path}/table.txt" in done.stdout and "curves:" not in done.stdout
+
+
+LOSSES, BROKEN = [4.0] * 99, [4.0] * 39 + [math.nan] + [4.0] * 59
+BEFORE, ABOVE, BELOW = ([5.0] * 20 + [4.0] * 20 + [end] * 20 for end in (4.0, 4.05, 3.95))
+ONE_BIT = dict(bf16=[4.0] * 40, bf16_bit=[4.12] * 40, fp8=[4.02] * 40)
+
+
+@pytest.mark.parametrize(("runs", "tolerance", "said"), [
+    # In the middle too, where the last losses agree.
+    (dict(bf16=BROKEN, fp8=LOSSES), 0.01, ["FAIL bf16: loss is nan at step 40"]),
+    (dict(bf16=LOSSES, fp8=BROKEN), 0.01, ["FAIL fp8: loss is nan at step 40"]),
+    # The mean of the last 20 steps is 0% or 1.25% from the reference's. Before, losses were 25% from it.
+    (dict(bf16=LOSSES[:60], fp8=BEFORE), 0.001, ["+0.000%", "25.000%"]),
+    (dict(bf16=LOSSES[:60], fp8=ABOVE), 0.012, ["FAIL fp8: smoothed loss deviates by +1.250%"]),
+    (dict(bf16=LOSSES[:60], fp8=BELOW), 0.012, ["FAIL fp8: smoothed loss deviates by -1.250%"]),
+    (dict(bf16=LOSSES[:60], fp8=ABOVE), 0.013, ["+1.250%"]),
+    # A baseline, which fails never.
+    (ONE_BIT, 0.01, ["+3.000%", "bf16 differs from itself by up to 3.00%", "fp8 differs from bf16 by +0.50%"]),
+])  # fmt: skip
+def test_the_verdict_on_losses(tmp_path: Path, capsys, runs: dict, tolerance: float, said: list[str]):
+    for name, losses in runs.items():
+        with SummaryWriter(tmp_path / name) as writer:
+            for step, loss in enumerate(losses, 1):
+                writer.add_scalar(compare_losses.LOSS, loss, step)
+    folders = (f"--run={name}={tmp_path / name}" for name in runs)
+    status = compare_losses.main([*folders, f"--tolerance={tolerance}", f"--out={tmp_path}/curves.png"])
+    output = capsys.readouterr().out
+    assert status == ("FAIL" in said[0]) == ("FAIL" in output) and all(part in output for part in said), output
