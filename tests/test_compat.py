@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import titan_fp8moe.torchtitan  # noqa: F401  installs the corrections
 from tests.patched import undone
-from titan_fp8moe import RoutedExperts
+from titan_fp8moe import RoutedExperts, patches
 from titan_fp8moe.trainer import compat
 
 
@@ -65,6 +65,7 @@ def test_compiled_modules_are_called_eagerly_for_a_while():
 
 @pytest.mark.parametrize(("before", "after"), [(8, 32), (100, 100)])
 def test_the_recompile_limit_is_raised_and_never_lowered(before: int, after: int):
-    with torch._dynamo.config.patch(recompile_limit=before), undone():
+    with undone(), torch._dynamo.config.patch(recompile_limit=before):
         compat.raise_recompile_limit()
         assert torch._dynamo.config.recompile_limit == after
+        patches.undo_all()
