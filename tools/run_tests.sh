@@ -7,7 +7,7 @@
 set -euo pipefail
 
 [ -t 1 ] && export PY_COLORS=1  # pytest writes into a pipe
-echo "This takes 15 minutes on two idle cores. It writes .venv (2.7 GB, with CUDA 7 GB), caches of tools, and temporary files."
+echo "This takes ten minutes on two idle cores. It writes .venv (2.7 GB, with CUDA 7 GB), caches of tools, and temporary files."
 tests() {  # pytest's arguments
     PYTHONUNBUFFERED=1 python3 -m pytest "$@" 2>&1 | alive tests
 }
