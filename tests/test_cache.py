@@ -442,3 +442,10 @@ def test_a_teacher_in_replays():
         eager_out = forward()
         graphs[2].replay()
         assert torch.equal(torch.autograd.grad(eager_out.sum(), inputs[0])[0], want)
+
+
+def test_weights_smaller_than_their_sample():
+    experts = RoutedExperts(1, 16, 16, device=DEVICE).requires_grad_(False)
+    inputs = torch.randn(8, 16), torch.zeros(8, 1, dtype=torch.int64), torch.rand(8, 1)
+    first, second = (experts(*(t.to(DEVICE) for t in inputs)) for _ in range(2))
+    assert_equal([first], [second])
