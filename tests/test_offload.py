@@ -31,7 +31,7 @@ HIDDEN = 128, 384, 256, 128, 256  # of the layers, unlike in a model
 class LateCopies(TorchDispatchMode):
     """Stands for torch.cuda, on a CPU: a device whose copies arrive as late as their events allow.
 
-    Computation runs at once. A copy runs when its event is waited for; from its issue on its target holds NaNs. On a
+    Computation runs at once. A copy runs when its event is asked for; from its issue on its target holds NaNs. On a
     GPU it may begin as soon as the events have passed for which its stream has waited, so no later operation may have
     read the target. The log has "c1" where the copy of layer 1 is issued, "u1" where the computation waits for it.
     """

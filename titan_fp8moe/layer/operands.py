@@ -42,7 +42,7 @@ from titan_fp8moe.recipe import BLOCK, E8M0, FP8, STATE_HEADER, num_samples, pad
 from titan_fp8moe.spec import ExpertSpec
 
 Layouts = Literal["both", "forward"]
-Parts = Sequence[Tensor]
+Group = Sequence[Tensor]
 """The one or two weights (E, N, K) that an operand is made of."""
 
 # --- what is kept -----------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Copies:
             torch._dynamo.mark_static_address(tensor, guard=False)  # a CUDA graph of Inductor's would copy it
         _live[operands[0].state.data_ptr()] = self
 
-    def refresh(self, at: int, group: Parts, steps: Tensor | None, generation: Tensor | None = None) -> Tensor:
+    def refresh(self, at: int, group: Group, steps: Tensor | None, generation: Tensor | None = None) -> Tensor:
         """:func:`titan_fp8moe.ops.refresh_weight` of an operand, on the current stream. A forward's is forced where
         these are other tensors than those of the last one, or have another version."""
         key, captured = [tensor_key(w) for w in group], False
@@ -132,7 +132,7 @@ def tensor_key(tensor: Tensor) -> tuple:
     return storage, version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _sizes(group: Parts) -> tuple[Any, ...]:
+def _sizes(group: Group) -> tuple[Any, ...]:
     """The sizes of an operand's buffers: E, N, K, number of samples, strides of the scales. Scales lie as the weight
     does, so that one which is stored transposed is quantized from where it lies."""
     E, _, K = group[0].shape
@@ -209,7 +209,7 @@ class WeightCache:
         for cache in list(WeightCache._all):
             cache.clear()
 
-    def buffers(self, groups: Sequence[Parts]) -> Copies:
+    def buffers(self, groups: Sequence[Group]) -> Copies:
         """The copies for such weights, made unless they are there.
 
         Raises:
