@@ -32,7 +32,7 @@ from titan_fp8moe.export_fp8.format import BALANCE, exported
 from titan_fp8moe.trainer.experts import TitanExperts
 from titan_fp8moe.trainer.plan import plain_name
 
-# Seconds, after which a hang prints every thread's stack and ends the run. On GPUs Inductor autotunes flex attention.
+# Seconds, after which a hang prints every thread's stack and ends the run. On GPUs kernels compile first.
 CASE_TIMEOUT = 600 if torch.cuda.is_available() else time_limit(60)
 
 

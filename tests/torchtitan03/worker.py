@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torchtitan.trainer
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
+from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
@@ -26,6 +27,7 @@ from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConf
 from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
 from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+from torchtitan.models.common import attention
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel, deepseek_v3_debugmodel_mtp
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
@@ -229,6 +231,14 @@ def run(name: str, out: Path) -> dict:
             trainer.close()
 
 
+def no_autotuning() -> None:
+    """Of flex attention, which takes minutes on a GPU."""
+    flex = attention.FlexAttention
+    flex.inductor_configs.update(max_autotune=False, coordinate_descent_tuning=False)
+    flex._compiled_flex_attn = torch.compile(flex_attention, options=flex.inductor_configs)
+
+
 if __name__ == "__main__":
+    no_autotuning()
     runner.start()
     runner.run_all(run)
