@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torchtitan.trainer
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
-from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
@@ -42,6 +41,7 @@ from titan_fp8moe.dispatch import auto
 from titan_fp8moe.torchtitan03 import names
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
+from titan_fp8moe.torchtitan03.cpu import _dense_attention
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.cpu import compute_dtype
@@ -231,14 +231,7 @@ def run(name: str, out: Path) -> dict:
             trainer.close()
 
 
-def no_autotuning() -> None:
-    """Of flex attention, which takes minutes on a GPU."""
-    flex = attention.FlexAttention
-    flex.inductor_configs.update(max_autotune=False, coordinate_descent_tuning=False)
-    flex._compiled_flex_attn = torch.compile(flex_attention, options=flex.inductor_configs)
-
-
 if __name__ == "__main__":
-    no_autotuning()
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)  # tiny layers, on GPUs too
     runner.start()
     runner.run_all(run)
