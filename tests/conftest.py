@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.flags  # noqa: F401
 from titan_fp8moe.kernels import warm_up
 
 begin, warm_up.begin = warm_up.begin, lambda: None  # a test compiles its kernels itself

@@ -32,8 +32,8 @@ PRELOADED = [
     "torch.utils.tensorboard",
     "datasets.distributed",
     "torchdata.stateful_dataloader",
-    "tyro",
     "titan_fp8moe",
+    "tests.flags",
     "tests.frozen",
 ]
 TIMED_OUT = 124

@@ -125,6 +125,7 @@ SLOW = (  # another has most of what they have
     *("tp2_linears", "tp2_padded", "fsdp2_fp8_gather_padded", "fsdp2_fp8_gather_compile", "ep2_compile_full_ac"),
     *("pp2_zbv_llama3", "tp2_ep2_etp2_gpt_oss", "ep2_fsdp2_op_ac", "ep2_fsdp2_fp8_gather_op_ac", "pp2_ep2_op_ac"),
     *("pp2_ep2_zbv", "pp2_ep2_interleaved_zb", "pp2_ep2_dualpipev", "pp2_interleaved", "ep2_op_ac", "tp2_llama3"),
+    *("pp2_cached", "tp2", "ep2_linears", "ep4"),
 )
 FP8_TENSORS = "fsdp2_compile", "ep2_fsdp2"
 """At whose end the model's FP8 tensors are compared with an export's."""
@@ -142,8 +143,9 @@ class Auto(NamedTuple):
 
 
 AUTO = {  # after two calm steps
-    "ep2_compiled": Auto(2, _case(4, ep=2, **COMPILE, **OP_AC), (False, False, True, True, False), 4),
-    "ep2_fsdp2": Auto(4, _case(2, ep=2), (False, False, False, True, False), 4, short=(2, 3)),
+    "ep2_compiled": Auto(2, _case(4, ep=2, **COMPILE), (False, False, True, True, False), 4),
     # Halves of a backward.
-    "pp2_ep2_zb": Auto(4, _case(4, pp=2, ep=2, **INTERLEAVED_ZB | ONE_BY_ONE), (False, False, True, False), 3),
+    "pp2_ep2_zb": Auto(
+        4, _case(4, pp=2, ep=2, **INTERLEAVED_ZB | ONE_BY_ONE), (False, False, False, True, False), 4, short=(2, 3)
+    ),
 }

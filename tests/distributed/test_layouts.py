@@ -25,8 +25,16 @@ def results(case_dir, request) -> WorkerResults:
     kept = [item for item in request.session.items if hasattr(item, "callspec") and not item.get_closest_marker("skip")]
     asked = {item.callspec.params.get("case") for item in kept}
     two, four = ([c for c in of if c in asked or c not in cases.SLOW] for of in (cases.TWO_RANKS, cases.FOUR_RANKS))
-    groups = {1: [*cases.SINGLE], 2: two, 4: four}
+    references = {"single_fp32", *(reference(case)[0] for case in two + four)}
+    groups = {1: [case for case in cases.SINGLE if case in references], 2: two, 4: four}
     return WorkerResults(case_dir, ("runner.py", "tests.distributed.training:run_layout"), groups)
+
+
+def reference(case: str) -> tuple[str, str | None]:
+    """The case of one process with which it is compared, and the variant of the model that both train."""
+    variants = "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
+    variant = next((v for v in variants if case.endswith(v)), None)
+    return f"single_{variant}" if variant else "single", variant
 
 
 def marked(names: Iterable[str]) -> list:
@@ -35,11 +43,9 @@ def marked(names: Iterable[str]) -> list:
 
 @pytest.mark.parametrize("case", marked(cases.TWO_RANKS | cases.FOUR_RANKS))
 def test_layout_equals_one_process(results, case):
-    variants = "one_in_bf16", "linears", "padded", "gpt_oss", "llama3", "long"
-    variant = next((v for v in variants if case.endswith(v)), None)
-    reference = f"single_{variant}" if variant else "single"
-    results.assert_same_step(case, reference, TOLERANCES.get(variant, TOLERANCE))
-    got, want = results.get(case), results.get(reference, beside=case)
+    single, variant = reference(case)
+    results.assert_same_step(case, single, TOLERANCES.get(variant, TOLERANCE))
+    got, want = results.get(case), results.get(single, beside=case)
     assert got["losses"][0] == pytest.approx(want["losses"][0], rel=FIRST_LOSS.get(variant, 1e-5))
     assert got["losses"] == pytest.approx(want["losses"], rel=1e-3)
     if variant == "llama3":  # has no router
