@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torchtitan.trainer
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.config.override import derive
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
@@ -38,10 +39,9 @@ from tests.distributed import runner
 from tests.torchtitan03.cases import CASES, FP8_TENSORS, GLOBAL_BATCH, Case
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan03 import names
+from titan_fp8moe.torchtitan03 import cpu, names
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
-from titan_fp8moe.torchtitan03.cpu import _dense_attention
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.trainer import preflight
 from titan_fp8moe.trainer.cpu import compute_dtype
@@ -231,7 +231,15 @@ def run(name: str, out: Path) -> dict:
             trainer.close()
 
 
+def compute_as_on_a_cpu() -> None:
+    """What a GPU compiles for minutes in fp32, attention, and what torchtitan has for bf16 only, gpt-oss's experts."""
+    attention.FlexAttention._compiled_flex_attn = staticmethod(cpu._dense_attention)
+    attention._compiled_create_block_mask = create_block_mask
+    names.GptOssGroupedExperts.forward = cpu._in_dtype(names.GptOssGroupedExperts.forward)
+
+
 if __name__ == "__main__":
-    attention.FlexAttention._compiled_flex_attn = staticmethod(_dense_attention)  # tiny layers, on GPUs too
+    if torch.cuda.is_available():
+        compute_as_on_a_cpu()
     runner.start()
     runner.run_all(run)
