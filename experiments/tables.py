@@ -239,7 +239,7 @@ STATED = {
     "gemms": (
         "grouped_mm(_wgrad)?", f"TFLOP/s {' / '.join(STATES)}",
         {_OURS: (3, "", ours), "bf16 `_grouped_mm`": (2, "", cell, "bf16"),
-         "rowwise `_scaled_grouped_mm`": (2, "", cell, "torchao rowwise"), "DeepGEMM": (2, "", cell, "deepgemm"),
+         "rowwise `_scaled_grouped_mm`": (2, "", cell, "torchao rowwise"),
          "ours to fp32": (3, "_fp32", ours)},
     ),
 }  # fmt: skip
