@@ -1,6 +1,10 @@
-"""Runs the code blocks of README and docs as printed. Other tests have those of docs/parallel.md and the flavors."""
+"""README and docs: their code runs as printed, their tables and figures are those of the records. Other tests have the
+code of docs/parallel.md and the flavors."""
 
+import json
+import lzma
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,12 @@ from torch import nn
 
 import titan_fp8moe
 import titan_fp8moe.transformers
+from experiments import check, dry_runs, tables
 from tests.jobs import make_config, make_model
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(hidden_size=128, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=2, num_key_value_heads=2, head_dim=64, vocab_size=64)
-
 SMALLER = {'device="cuda"': 'device="cpu"', "dim=2048, hidden_dim=1408": "dim=256, hidden_dim=128"}
 
 
@@ -91,3 +95,47 @@ def test_tests_that_pages_name_exist():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/README.md")]:
         for name in re.findall(r"\btest_\w+", page.read_text()):
             assert re.search(rf"^(def )?{name}\b", tests, re.MULTILINE), f"{page}: {name}"
+
+
+def test_pages_have_their_sources_figures():
+    """Also a test of each table's code, whose cells would change."""
+    pages, texts = tables.Pages(tables.read()), {name: (ROOT / name).read_text() for name in tables.PAGES}
+    for name, text in texts.items():
+        assert pages.errors(name, text) == [], name
+    assert pages.ledger.unused() == []
+    found = [name for text in texts.values() for _, name, _ in tables.MARKED.findall(text)]
+    assert sorted(found) == sorted(tables.TABLES)  # each on one page
+
+
+def test_a_figure_needs_a_line():
+    ledger = check.Ledger(tables.read().all)
+    others = "16,384 tokens, batch 4, torch 2.11, Qwen3.5, 0.11B, arXiv 2511.02302, 80 GB, 2.14.1, `1.2x`\n"
+    others += "[a](b/1.2x), https://a/1.2\n```\n1.2x\n```\n<!-- table: gemms -->\n1.2x\n<!-- end -->\n"
+    figures = "1.3x, 2% and 3 ms, 4 or 5 µs, +0.1%\n0.0375, 10 to 1,159 TFLOP/s\n| 2.11x | 7 tokens/s | 5 GiB / 6 GiB"
+    missing = [error.split()[3] for error in ledger.page("a new page", others + figures)[1]]
+    assert missing == ["1.3", "2", "3", "4", "5", "+0.1", "0.0375", "10", "1,159", "2.11", "7", "5", "6"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "moe16b_8")) for name in dry_runs.JOBS]
+)
+def test_dry_runs_have_what_tables_show(name):
+    assert dry_runs.estimate(dry_runs.JOBS[name]) == check.source("dry_runs")[name]
+
+
+def test_the_long_run_is_its_losses():
+    """The kept metrics of every step give the records of the 3,000 steps."""
+    runs = json.loads(lzma.decompress((check.HERE / "convergence/3000_steps.json.xz").read_bytes()))
+    measured = {
+        "training loss, last quarter": ("loss_metrics/global_avg_loss", lambda values: statistics.fmean(values[-750:])),
+        "held-out loss": ("validation_metrics/loss", lambda values: values[-1]),
+        "speed": ("throughput(tps)", lambda values: statistics.harmonic_mean(values[10:])),
+        "memory": ("memory/max_reserved(GiB)", max),
+    }
+    names = {"bf16": "bf16-s1", "bf16, one bit of a weight changed": "bf16_bit-s1"}
+    records = [r for r in tables.read().all if r["name"].startswith("3,000 steps: ")]
+    assert len(records) == 8
+    for r in records:
+        tag, of = measured[r["name"].partition(": ")[2]]
+        want = [of([*runs[run][tag].values()]) for run in ("fp8-s1", names[r["reference"]])]
+        assert [r["value"], r["reference_value"]] == pytest.approx(want), r["name"]

@@ -55,7 +55,7 @@ TESTS = {
     "torchtitan/dry_run": ["test_titan_jobs.py", "test_train_configs.py", "test_warm_up.py"],
     "trainer/dry_run": ["test_titan_jobs.py", "test_train_configs.py", "test_warm_up.py"],
     "trainer/memory": ["test_memory.py"],
-    "torchtitan/cpu": ["test_titan_jobs.py", "test_versions.py", "test_compat.py", "test_cpu_training.py"],
+    "torchtitan/cpu": ["test_titan_jobs.py", "test_package.py", "test_compat.py", "test_cpu_training.py"],
     "torchtitan/first_hour": ["test_first_hour.py"],
     "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],
     "torchtitan/checkpoint": [*ADAPTER, "test_export_fp8.py", "distributed/test_layouts.py"],
@@ -74,7 +74,7 @@ TESTS = {
     "activations": ["test_recipe.py", "kernels/test_swiglu.py"],
     "nn/lora": ["test_lora.py"],
     "trainer/preflight": ["test_checks.py", "test_titan_jobs.py"],
-    "trainer/cpu": ["test_titan_jobs.py", "test_versions.py", "test_compat.py", "test_cpu_training.py"],
+    "trainer/cpu": ["test_titan_jobs.py", "test_package.py", "test_compat.py", "test_cpu_training.py"],
     "trainer/plan": [*ADAPTER, "test_checks.py", "test_export_fp8.py"],
     "trainer/": [*ADAPTER, "test_checks.py"],
     "config": ["test_checks.py", "test_converter.py", "test_moe.py"],
@@ -94,7 +94,7 @@ TESTS = {
     "spec": ["test_refusals.py", *CORE],
     "recipe": [*CORE, "kernels/test_permute.py", "distributed/test_layers.py"],
     "doctor": ["test_doctor.py"],
-    "versions": ["test_versions.py"],
+    "versions": ["test_package.py"],
     "": CORE,
 }
 # They train nothing by themselves, or their tests need torchtitan 0.3.
