@@ -32,7 +32,7 @@ from titan_fp8moe.trainer.experts import Fp8FFN
 
 
 def test_wrong_settings_of_a_file_and_of_the_command_line(tmp_path: Path):
-    """tests/test_checks.py has each setting's."""
+    """tests/test_refusals.py has each setting's."""
     (tmp_path / "wrong.toml").write_text('[fp8_flow_moe]\nwgrad = "blanced"\n')
     with refused("fp8_flow_moe.wgrad is 'blanced'; set it to one of 'balanced'"):
         ConfigManager().parse_args([CUSTOM_MODULE, f"--job.config_file={tmp_path}/wrong.toml"])

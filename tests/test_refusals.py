@@ -1,4 +1,5 @@
-"""What layers refuse: inputs, and the words that name the fault or its remedy. Kernels would notice few of them."""
+"""What settings and layers refuse, and the words that name the fault or its remedy. Kernels would notice few wrong
+inputs. tests/test_titan_jobs.py has jobs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,54 @@ from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.lora import Adapter, Lora
 from titan_fp8moe.layer.weights import ExpertWeights, SharedExperts
 from titan_fp8moe.ops import Fp8Weight
+from titan_fp8moe.trainer import preflight
 
 T, D, H, E, K = 20, 256, 128, 4, 2
 CONFIG = Fp8FlowMoEConfig()
+
+
+@pytest.mark.parametrize(("name", "value", "remedy"), [
+    ("wgrad", "requantize", "one of 'balanced', 'scaling_aware', 'bf16'"),
+    ("save_h", "fp16", "one of 'bf16', 'fp8'"),
+    ("recompute", "all", "one of 'none', 'activation', 'experts'"),
+    ("cache_weights", 1, "true or false"),
+    ("statistics_every", 2.5, "a number of steps, or 0 for never"),
+    ("statistics_every", -1, "a number of steps, or 0 for never"),
+    ("statistics_every", True, "a number of steps, or 0 for never"),
+    ("filter_fqns", "layers.1.", "a list of non-empty strings"),
+    ("filter_fqns", [""], "a list of non-empty strings"),
+    ("dispatch_capacity", 0.5, "a number of at least 1"),
+    ("dispatch_capacity", float("inf"), "a number of at least 1"),
+])  # fmt: skip
+def test_wrong_settings(name, value, remedy):
+    with refused(f"fp8_flow_moe.{name} is {value!r}; set it to {remedy}"):
+        Fp8FlowMoEConfig(**{name: value})
+
+
+def test_a_wrong_setting_that_is_assigned_later():
+    config = Fp8FlowMoEConfig()
+    config.recompute = "full"  # type: ignore[assignment]
+    with refused("fp8_flow_moe.recompute is 'full'"):
+        RoutedExperts(E, D, H, config=config)
+
+
+def test_gathered_weights_are_not_cached():
+    with refused("set one to false"):
+        Fp8FlowMoEConfig(fp8_all_gather=True, cache_weights=True)
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("save_h", dict(save_h="fp8", recompute="experts")),
+    ("dispatch", dict(dispatch="symmetric")),
+    ("dispatch_capacity", dict(dispatch_capacity=2.0)),
+    ("cache_layouts", dict(cache_layouts="forward")),
+    ("fp8_all_gather", dict(fp8_all_gather=True)),
+    (None, dict(save_h="fp8", cache_layouts="forward", cache_weights=True)),
+])  # fmt: skip
+def test_settings_without_effect_are_named(caplog, name, settings):
+    layout = preflight.ExpertLayout(1, 1, 1, 64)
+    preflight.warn_of_settings_without_effect(Fp8FlowMoEConfig(**settings), layout)
+    assert [line.split(" = ")[0] for line in caplog.messages] == ([f"fp8_flow_moe.{name}"] if name else [])
 
 
 def ffn(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, config: Fp8FlowMoEConfig = CONFIG) -> Tensor:
