@@ -1,11 +1,9 @@
 """Where kernels may run: at once on what tests have run on, after a comparison elsewhere, and not where they differ."""
 
+import functools
 import itertools
 import logging
-import os
 import re
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
@@ -20,10 +18,18 @@ from titan_fp8moe.trainer import preflight
 HOPPER = (9, 0), "2.11", "3.6"
 
 
+CASES = [*self_check.cases()]
+ON_GPU = Mock(is_cuda=True)  # all that an op asks of a tensor
+
+
 @pytest.fixture
 def gpu(monkeypatch):
-    """Pretends that there is this GPU, and that its kernels differ in ``wrong``. Returns the calls of self_check."""
-    checked = []
+    """Pretends that there is this GPU, whose kernels differ in the ``wrong`` ones of two. Returns what is compared."""
+    compared = []
+
+    def agrees(case, device, wrong):
+        compared.append((device, backend._gate))
+        return case.name not in wrong
 
     def pretend(where=HOPPER, hip=None, wrong=()):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -33,9 +39,10 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch, "__version__", f"{where[1]}.0+cu130")
         monkeypatch.setattr(self_check.triton, "__version__", f"{where[2]}.0")
-        monkeypatch.setattr(self_check, "self_check", lambda: checked.append(backend._gate) or [*wrong])
+        monkeypatch.setattr(self_check, "cases", lambda: CASES[:2])
+        monkeypatch.setattr(self_check, "agrees", functools.partial(agrees, wrong=wrong))
         backend.before_first_kernel(self_check.require_checked)
-        return checked
+        return compared
 
     before = backend.emulating()
     ops.emulate(False)
@@ -44,56 +51,50 @@ def gpu(monkeypatch):
     backend.before_first_kernel(self_check.require_checked)
 
 
-ON_GPU = Mock(is_cuda=True)  # all that an op asks of a tensor
-
-
-@pytest.mark.parametrize(("where", "compared"), [
+@pytest.mark.parametrize(("where", "untested"), [
     (HOPPER, False), (((9, 0), "2.14", "3.8"), False),
     (((9, 0), "2.13", "3.6"), True), (((9, 0), "2.11", "3.8"), True), (((12, 0), "2.11", "3.6"), True),
 ])  # fmt: skip
-def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, capsys, where, compared):
-    checked = gpu(where)
+def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, capsys, where, untested):
+    compared = gpu(where)
     with caplog.at_level(logging.WARNING):
         assert backend.use_kernels(ON_GPU)
         assert preflight.check_hardware() == "Triton kernels on GPU"
-    assert checked == [None] * compared  # once, and kernels could run meanwhile
+    assert compared == [("cuda", None)] * 2 * untested  # once, and kernels could run meanwhile
     said = f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}"
-    assert (said in caplog.text) == compared == bool(caplog.text)
+    assert (said in caplog.text) == untested == bool(caplog.text)
     assert doctor.main() == 0
     printed = capsys.readouterr().out
-    assert "agree with the specification\n" in printed and ("NOT among" in printed) == compared
+    assert "agree with the specification\n" in printed and ("NOT among" in printed) == untested
 
 
 def test_kernels_that_differ_never_run(gpu, capsys):
-    """Neither in torchtitan nor elsewhere; the reference does."""
-    checked = gpu(((9, 0), "2.14", "3.6"), wrong=["grouped_mm", "transpose_pair"])
+    """Neither in torchtitan nor elsewhere; the reference does, which is not compared with itself."""
+    wrong = [case.name for case in CASES[:2]]
+    compared = gpu(((9, 0), "2.14", "3.6"), wrong=wrong)
     for _ in range(2):
-        with refused("grouped_mm, transpose_pair; please report", "titan_fp8moe.doctor", error=RuntimeError):
+        with refused(f"{', '.join(wrong)}; please report", "titan_fp8moe.doctor", error=RuntimeError):
             backend.use_kernels(ON_GPU)
         with refused("differ from the specification", error=RuntimeError):
             preflight.check_hardware()
-    assert len(checked) == 4
-    assert doctor.main() == 1 and "kernels      differ: grouped_mm, transpose_pair\n" in capsys.readouterr().out
+    assert len(compared) == 8
+    assert doctor.main() == 1 and f"kernels      differ: {', '.join(wrong)}\n" in capsys.readouterr().out
     ops.emulate(True)
     assert not backend.use_kernels(ON_GPU) and preflight.check_hardware().endswith("(TITAN_FP8MOE_EMULATE)")
-
-
-def test_the_environment_switches_kernels_off():
-    code = "from titan_fp8moe.ops.backend import emulating; raise SystemExit(not emulating())"
-    environment = os.environ | {"TITAN_FP8MOE_EMULATE": "1"}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+    with refused("has turned them off", error=RuntimeError):
+        self_check.self_check()
 
 
 @pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((9, 0), "6.4")])
 def test_gpus_without_the_format_are_refused(gpu, capsys, capability, hip):
-    checked = gpu((capability, "2.11", "3.6"), hip)
+    compared = gpu((capability, "2.11", "3.6"), hip)
     with refused("compute capability 8.9 or later", f"GPU ({capability[0]}.0)", "TITAN_FP8MOE_EMULATE=1"):
         backend.use_kernels(ON_GPU)
     assert doctor.main() == 1 and "not run: the FP8 kernels need an NVIDIA GPU" in capsys.readouterr().out
-    assert not checked
+    assert not compared
 
 
-@pytest.mark.parametrize("case", [*self_check.cases()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_wrong_element_is_found(case):
     """In any result of any op; where an exponential is allowed its last bits, one in 64."""
     assert self_check.agrees(case, "cpu")
@@ -111,27 +112,16 @@ def test_a_wrong_element_is_found(case):
         assert not self_check.agrees(case._replace(op=spoiled), "cpu"), index
 
 
-def test_what_is_compared(monkeypatch):
+def test_what_is_compared():
     """Also what a backward computes again: dh and a with their scales, and the scores' gradient. Where an exponential
     is allowed its last bits, one code in a thousand may be the next one."""
-    results = [self_check.run(case, "cpu") for case in self_check.cases() if "quantize_backward" in case.name]
+    results = [self_check.run(case, "cpu") for case in CASES if "quantize_backward" in case.name]
     assert results and all(len(found) >= 5 for found in results)
     want = torch.full((4096,), 3.0)
     for wrong, near in ((3.25, True), (-3.0, False), (float("nan"), False)):
         got = want.clone()
         got[:4] = wrong
         assert self_check.same(got.to(recipe.FP8), want.to(recipe.FP8), nearly=True) == near
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(self_check, "agrees", lambda case, device: (case.name, device) != ("join_weight", "cuda"))
-    assert self_check.self_check() == ["join_weight"]
-
-
-def test_the_reference_is_not_compared_with_itself(gpu):
-    compare = self_check.self_check
-    gpu()
-    ops.emulate(True)
-    with refused("has turned them off", error=RuntimeError):
-        compare()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
