@@ -6,10 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.metrics import MetricsProcessor
 
 from tests.layer import DEVICE, D, H, apply_layer, make_layer
-from tests.patched import undone
 from titan_fp8moe import Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
@@ -38,20 +36,6 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.fixture
-def processor(monkeypatch):
-    """torchtitan's, that looks after each step; it logs the second."""
-    processor = object.__new__(MetricsProcessor)
-    processor.model_parts = []
-    processor.job_config = SimpleNamespace(fp8_flow_moe=Fp8FlowMoEConfig())
-    with undone(), monkeypatch.context() as patched:
-        patched.setattr(metrics.utils, "device_type", DEVICE)
-        patched.setattr(MetricsProcessor, "should_log", lambda self, step: step == 2)
-        with undone():
-            metrics.look_after_each_step()
-            yield processor
-
-
 def spoil(tensor):
     tensor.data.view(-1)[5] = torch.nan
 
@@ -66,17 +50,20 @@ def spoil(tensor):
     # Finite when it is quantized, Inf when it has been multiplied.
     (lambda layers, x, dout: dout.copy_(3e38 * dout.sign()), "layers.1.moe, in its output's gradient dy"),
 ])  # fmt: skip
-def test_the_first_is_named_once(group, processor, caplog, expert_parallel, spoil_one, said):
+def test_the_first_is_named_once(group, monkeypatch, caplog, expert_parallel, spoil_one, said):
+    """Whether torchtitan logs the step or not."""
+    monkeypatch.setattr(metrics.utils, "device_type", DEVICE)
     layers = Layers(group if expert_parallel else None)
     metrics.watch(dict(zip(NAMES, layers.layers, strict=True)))
-    processor.model_parts = [layers]
+    processor = SimpleNamespace(model_parts=[layers], job_config=SimpleNamespace(fp8_flow_moe=Fp8FlowMoEConfig()))
+    should_log = metrics._looking(lambda self, step: step == 2)
     x, dout = torch.randn(2, 64, D, device=DEVICE)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
             if step == 2:
                 spoil_one(layers, x, dout)
             layers(x.clone().requires_grad_()).backward(dout)
-            assert processor.should_log(step) == (step == 2)
+            assert should_log(processor, step) == (step == 2)
             if x.is_cuda:
                 torch.cuda.synchronize()
             assert ("FP8-Flow-MoE: a NaN" in caplog.text) == (step > 2)
