@@ -53,7 +53,7 @@ def gpu(monkeypatch):
 
 @pytest.mark.parametrize(("where", "untested"), [
     (HOPPER, False), (((9, 0), "2.14", "3.8"), False),
-    (((9, 0), "2.13", "3.6"), True), (((9, 0), "2.11", "3.8"), True), (((12, 0), "2.11", "3.6"), True),
+    (((9, 0), "2.13", "3.6"), True), (((9, 0), "2.11", "3.8"), True), (((8, 9), "2.11", "3.6"), True),
 ])  # fmt: skip
 def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, capsys, where, untested):
     compared = gpu(where)
@@ -61,7 +61,8 @@ def test_other_combinations_than_the_tested_are_compared_once(gpu, caplog, capsy
         assert backend.use_kernels(ON_GPU)
         assert preflight.check_hardware() == "Triton kernels on GPU"
     assert compared == [("cuda", None)] * 2 * untested  # once, and kernels could run meanwhile
-    said = f"never tested on GPU ({where[0][0]}.0) with PyTorch {where[1]} and Triton {where[2]}"
+    (major, minor), torch_version, triton_version = where
+    said = f"never tested on GPU ({major}.{minor}) with PyTorch {torch_version} and Triton {triton_version}"
     assert (said in caplog.text) == untested == bool(caplog.text)
     assert doctor.main() == 0
     printed = capsys.readouterr().out
@@ -137,9 +138,3 @@ def test_without_a_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
     assert doctor.main() == 0
     assert f"ptxas        {version}, {tmp_path}/ptxas\n" in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-def test_the_doctor_on_a_gpu(capsys):
-    assert doctor.main() == 0
-    assert "agree with the specification" in capsys.readouterr().out
