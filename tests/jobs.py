@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.config import ConfigManager, JobConfig
-from torchtitan.config.job_config import Debug
 from torchtitan.distributed import ParallelDims
 from torchtitan.models import attention
 from torchtitan.models.gpt_oss.model.moe import swiglu  # noqa: F401
@@ -22,7 +21,6 @@ from torchtitan.models.moe.moe import MoE, MoEArgs
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
-import titan_fp8moe.torchtitan  # noqa: F401  registers the flavor `tiny`
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.ops import backend
 from titan_fp8moe.torchtitan import converter, cpu, dry_run, flavors
@@ -82,8 +80,6 @@ VALIDATION = "validation"
 DRY_RUN = ["train_configs/debug.toml"]
 CONVERTED = "2 MoE layers, 2 shared experts, 1 dense FFNs, 0 linears"
 ALL_LAYERS = "layers"
-FLEX = attention.FlexAttentionWrapper
-DEBUG = Debug
 create_attention_mask = attention.create_attention_mask
 
 

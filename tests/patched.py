@@ -1,5 +1,4 @@
-"""Tests without the changes of other packages, and what differs there before and after this package has changed them,
-found without its list of changes."""
+"""Tests without the changes of other packages, and what this package has changed there, found without its list."""
 
 import functools
 import sys
@@ -7,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import optimizer
 
@@ -21,9 +20,7 @@ NOT_OURS = {"torch.utils.hooks:RemovableHandle.next_id", "torch.jit._builtins:_b
 
 @contextmanager
 def undone() -> Iterator[None]:
-    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone.
-
-    A test that replaces the same attributes itself does so around it, so that all are restored in turn."""
+    """Runs a test without the changes made so far. At the end they are made again, and those of the test undone."""
     before, logged = dict(patches._changes), set(patches._logged)
     stores = [change.undo.args[:2] for change in before.values() if isinstance(change.undo, functools.partial)]
     values = [patches._stored(*store) for store in stores]
@@ -41,15 +38,9 @@ def undone() -> Iterator[None]:
         patches._logged.update(logged)
 
 
-class Found(NamedTuple):
-    """A value, and what makes it the same under another name: its owner and its name there."""
-
-    value: Any
-    place: tuple[int, str]
-
-
-NOTHING = Found(object(), (0, ""))
-Snapshot = dict[str, Found]
+Place = tuple[int, str]  # an owner and a name there, by which a value is the same under another name
+Snapshot = dict[str, tuple[Any, Place]]
+NOTHING = (object(), (0, ""))
 
 
 def snapshot() -> Snapshot:
@@ -62,16 +53,15 @@ def snapshot() -> Snapshot:
         for name, value in list(vars(module).items()):
             if name == "__builtins__":  # Python's own, in every module
                 continue
-            found[f"{path}:{name}"] = Found(value, (id(module), name))
+            found[f"{path}:{name}"] = value, (id(module), name)
             for item, inside in contents(value, is_hooks=name.endswith("_hooks")):
-                found[f"{path}:{name}{item}"] = Found(inside, (id(value), item))
+                found[f"{path}:{name}{item}"] = inside, (id(value), item)
             if issubclass(type(value), type) and value.__module__.split(".")[0] in PACKAGES:
                 classes |= {value, *(inside for inside in vars(value).values() if type(inside) is type)}
     for cls in classes:
         for name, value in vars(cls).items():
-            if name == "__slotnames__":  # the copy module's own memory
-                continue
-            found[f"{cls.__module__}:{cls.__qualname__}.{name}"] = Found(value, (id(cls), name))
+            if name != "__slotnames__":  # the copy module's own memory
+                found[f"{cls.__module__}:{cls.__qualname__}.{name}"] = value, (id(cls), name)
     return found
 
 
@@ -84,14 +74,14 @@ def contents(value: Any, is_hooks: bool) -> Iterator[tuple[str, Any]]:
         yield from ((f"{{{item}}}", True) for item in list(value))
 
 
-def changed(before: Snapshot, after: Snapshot) -> dict[str, tuple[int, str]]:
+def changed(before: Snapshot, after: Snapshot) -> dict[str, Place]:
     """Names whose values are others, with their places. Modules that were loaded in between count for nothing."""
     modules, places = {name.partition(":")[0] for name in before}, {}
     for name in before.keys() | after.keys():
-        old, new = before.get(name, NOTHING), after.get(name, NOTHING)
+        (old, at), (new, _) = before.get(name, NOTHING), after.get(name, NOTHING)
         ours = name.partition(":")[0] in modules and name.partition("[")[0] not in NOT_OURS
-        if ours and old.value is not new.value and type(new.value) is not ModuleType:
-            places[name] = (old if new is NOTHING else new).place
+        if ours and old is not new and type(new) is not ModuleType:
+            places[name] = at if name not in after else after[name][1]
     # A container that was replaced counts, and not what it holds.
     inside = {name for name in places if name.endswith(("]", "}"))}
     kept = {name for name in inside if name.split("[")[0].split("{")[0] not in places.keys() - inside}

@@ -1,4 +1,4 @@
-"""The converter in torchtitan: what it changes in a model, what it refuses, and the remedies it names."""
+"""The converter in torchtitan 0.2.2, and the corrections that come with it. ``test_titan_jobs.py`` trains."""
 
 import copy
 import dataclasses
@@ -6,28 +6,37 @@ import functools
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torchao.quantization import quantize_
+from torchtitan.components.validate import Validator
 from torchtitan.config import ConfigManager
 from torchtitan.models.moe.moe import MoE
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from experiments.reference import relative_error
-from tests.jobs import CUSTOM_MODULE, convert, cpu_only, make_config, make_dims, make_model  # noqa: F401
+from tests.distributed.conftest import case_dir  # noqa: F401  a fixture
+from tests.jobs import CUSTOM_MODULE, convert, cpu_only, fp8_flags, make_config, make_dims, make_model  # noqa: F401
 from tests.layer import generations, refused
 from tests.patched import undone
 from tests.test_doctor import gpu  # noqa: F401  a fixture
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, patches
+from tests.test_titan_jobs import VALIDATION, logged, train
+from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, patches
+from titan_fp8moe.dispatch.symmetric.workspace import ROWS, Sizes, Workspace
 from titan_fp8moe.kernels import warm_up
 from titan_fp8moe.torchao import is_moe
 from titan_fp8moe.torchtitan import converter, meta
 from titan_fp8moe.torchtitan.converter import Fp8FlowMoEConverter
+from titan_fp8moe.torchtitan.flavors import MoEValidator
 from titan_fp8moe.torchtitan.modules import Fp8FlowMoE
+from titan_fp8moe.trainer import compat
 from titan_fp8moe.trainer.experts import Fp8FFN
 
 
@@ -66,6 +75,10 @@ def test_other_layers_are_refused():
         other.__class__ = type("Other", (type(other),), {})
         with refused(f"layers.1.moe has {said}", "leave", "in bf16 with fp8_flow_moe.filter_fqns"):
             convert(config, model)
+    model = nn.ModuleDict({"wq": nn.Linear(128, 128, bias=False)})
+    with refused("no MoE layer and no dense FFN; name linears in fp8_flow_moe.linear_fqns"):
+        convert(make_config(), model)
+    assert type(convert(make_config("--fp8_flow_moe.linear_fqns=wq."), model)["wq"]) is Fp8FlowLinear
 
 
 def test_degrees_that_torchtitan_gets_wrong_are_warned_of(caplog: pytest.LogCaptureFixture):
@@ -80,8 +93,7 @@ def test_degrees_that_torchtitan_gets_wrong_are_warned_of(caplog: pytest.LogCapt
 
 
 def test_hardware_is_checked_where_something_is_converted(gpu):  # noqa: F811
-    """Nowhere else anything is changed either. tests/test_doctor.py has what the check finds, tests/test_titan_jobs.py
-    what is changed."""
+    """Nowhere else anything is changed either. tests/test_doctor.py has what the check finds."""
     gpu(((8, 0), "2.11", "3.6"))
     for flags, said in (([], ["compute capability 8.9 or later"]), (["--fp8_flow_moe.filter_fqns=layers"], [])):
         model = make_model(config := make_config(*flags))
@@ -146,13 +158,6 @@ def test_other_models_train_as_in_fp32(model_name, flavor, flags, changes, parts
     assert converted and min(converted) > 0.01 and max(converted) < 0.15, errors
 
 
-def test_a_model_of_which_nothing_could_be_fp8_is_refused():
-    model = nn.ModuleDict({"wq": nn.Linear(128, 128, bias=False)})
-    with refused("no MoE layer and no dense FFN; name linears in fp8_flow_moe.linear_fqns"):
-        convert(make_config(), model)
-    assert type(convert(make_config("--fp8_flow_moe.linear_fqns=wq."), model)["wq"]) is Fp8FlowLinear
-
-
 def test_torchaos_quantize_gives_the_same_layers():
     job = make_config("--fp8_flow_moe.filter_fqns=feed_forward")
     converted = make_model(job)
@@ -166,3 +171,52 @@ def test_torchaos_quantize_gives_the_same_layers():
 @pytest.mark.parametrize("dims, autocast", [(dict(), True), (dict(dp_shard=2), False), (dict(tp=2), False)])
 def test_one_gpu_trains_under_autocast(dims, autocast):
     assert meta.tokens_of(make_config(), make_dims(**dims)).autocast == autocast
+
+
+def test_selective_checkpointing_sees_no_range_of_the_profiler():
+    """A recomputation may have others."""
+    asked = []
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append(str(op))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    with undone():
+        compat.fix_selective_checkpointing()
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        block = torch.profiler.record_function("range")(torch.sin)
+        checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False, context_fn=contexts)
+    assert "aten.sin.default" in asked and "profiler" not in "".join(asked)
+
+
+def test_a_compiled_checkpoint_keeps_its_inputs_only():
+    """PyTorch 2.11 kept all that an autograd.Function saves."""
+    compat.fix_full_checkpointing()
+    block = checkpoint_wrapper(RoutedExperts(4, 128, 128), preserve_rng_state=False)
+    x, scores = torch.randn(256, 128, requires_grad=True), torch.rand(256, 2, requires_grad=True)
+    inputs = x, torch.randint(4, (256, 2)), scores
+    kept, saved = {t.untyped_storage().data_ptr() for t in (*inputs, *block.parameters())}, []
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        out = compiled(*inputs)
+    out.sum().backward()
+    assert x.grad is not None and saved and kept.issuperset(tensor.untyped_storage().data_ptr() for tensor in saved)
+
+
+def test_llama4_validates(case_dir: Path, tmp_path: Path):  # noqa: F811
+    """torchtitan's own validator gives its attention masks that it refuses."""
+    flags = "--model.name=llama4", "--model.flavor=debugmodel", *fp8_flags(), *VALIDATION
+    assert logged(train(case_dir, tmp_path, 2, *flags, ep=1), "validate step")
+
+
+def test_validation_leaves_load_balancing_alone(monkeypatch: pytest.MonkeyPatch):
+    """And ends with an error where rows had no room: after the last step no optimizer would say so."""
+    model = nn.Module()
+    model.register_buffer("tokens_per_expert", torch.arange(8.0))
+    monkeypatch.setattr(Validator, "validate", lambda *_: model.tokens_per_expert.add_(1))
+    sizes = Sizes(1, 1, 128, 1, 1)
+    at = Workspace(sizes, 0, [torch.zeros(sizes.nbytes, dtype=torch.uint8)], lambda: 1.0)
+    at.report[ROWS] = 999
+    with pytest.raises(RuntimeError, match="larger dispatch_capacity"):
+        MoEValidator.validate(object.__new__(MoEValidator), [model], step=1)
+    assert torch.equal(model.tokens_per_expert, torch.arange(8.0))

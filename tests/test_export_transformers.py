@@ -1,5 +1,6 @@
-"""FP8 exports that Transformers loads: tiny models of its own, saved, exported and read back."""
+"""Experts stored in FP8: exports that Transformers loads, of tiny models of its own, and modules that keep bytes."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -13,10 +14,10 @@ from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from tests import test_export_fp8
-from tests.layer import DEVICE, assert_equal, gradients
+from tests.layer import DEVICE, D, E, H, assert_equal, gradients, make_layer, refused
 from tests.test_export_fp8 import load
 from tests.test_fp8_tensors import tensors_of
-from titan_fp8moe import Fp8Weight, RoutedExperts, recipe
+from titan_fp8moe import Fp8Weight, RoutedExperts, recipe, routed_experts
 from titan_fp8moe import transformers as adapter
 
 export = test_export_fp8.export
@@ -28,21 +29,14 @@ SIZES = dict(
     qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=32, kv_lora_rank=64, q_lora_rank=64,
 )  # fmt: skip
 DENSE = dict(first_k_dense_replace=1)
+PLAIN = "Ernie4_5_Moe", "MiniMaxM2", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Next", "Qwen3_5MoeText"
 FAMILIES: dict[str, dict[str, object]] = {
-    "DeepseekV2": DENSE,
-    "DeepseekV3": DENSE,
-    "Ernie4_5_Moe": {},
-    "Glm4Moe": DENSE,
+    **{family: {} for family in PLAIN},
+    **dict.fromkeys(("DeepseekV2", "DeepseekV3", "Glm4Moe"), DENSE),
     "Lfm2Moe": dict(num_dense_layers=0),
-    "MiniMaxM2": {},
-    "Mixtral": {},
     "NemotronH": dict(layer_types=["moe", "attention"], moe_shared_expert_intermediate_size=64),
-    "Olmoe": {},
-    "Qwen2Moe": {},
     "Qwen3Moe": dict(tie_word_embeddings=True),
     "Qwen3Moe, in part fp32": dict(vocab_size=8192),
-    "Qwen3Next": {},
-    "Qwen3_5MoeText": {},
 }
 
 
@@ -101,9 +95,8 @@ DENSE_PARTS = "layers.0.mlp", "layers.1.mlp.shared_experts"
 
 @pytest.mark.parametrize(("family", "sparse", "dense"), [("Qwen3Moe", "01", ()), ("DeepseekV3", "1", DENSE_PARTS)])
 def test_read_by_transformers(family, sparse, dense, tmp_path, export, request):
-    """From fp32 master values. On a machine without a GPU Transformers loads the dequantized values, fused per layer;
-    the rest is bf16. The modules that serve FP8 are those of the export, with its bytes. The dense layer's hidden dim
-    is no multiple of 128."""
+    """From fp32 master values. Without a GPU Transformers loads the dequantized values, fused per layer. The modules
+    that serve FP8 are those of the export, with its bytes. The dense layer's hidden dim is no multiple of 128."""
     auto, parts = transformers.AutoModelForCausalLM, [".experts.", *dense]
     sizes = dict(intermediate_size=200, moe_intermediate_size=128, first_k_dense_replace=1)
     model = auto.from_config(config_of(family, **sizes), dtype=torch.float32)
@@ -138,8 +131,7 @@ PUBLISHED = dict(DeepseekV3=torch.float32, Qwen3Moe=torch.bfloat16, Glm4Moe=torc
 
 @pytest.mark.parametrize(("family", "dtype"), PUBLISHED.items())
 def test_published_checkpoints(family, dtype, tmp_path, export, in_fp8):
-    """Their scales are no powers of two. Experts run as stored, as ``RoutedExperts.from_fp8`` does. They leave with the
-    values that they came with."""
+    """Their scales are no powers of two. Experts run as ``RoutedExperts.from_fp8`` does, and leave as they came."""
     sizes = dict(hidden_size=256, moe_intermediate_size=128, intermediate_size=128, tie_word_embeddings=False)
     config = config_of(family, **FAMILIES[family] | sizes)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "saved")
@@ -170,3 +162,49 @@ def test_published_checkpoints(family, dtype, tmp_path, export, in_fp8):
     experts = model.get_submodule(adapter.converted(model)[-1]).to(DEVICE)
     module = RoutedExperts.from_fp8(*(Fp8Weight.of_blocks(q.to(DEVICE), scale.to(DEVICE)) for q, scale in stored))
     assert_equal(*(gradients(lambda x, s, call=call: call(x, ids, s), leaves, dout) for call in (experts, module)))
+
+
+INTEGERS = {recipe.E8M0: torch.uint8, torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_module_keeps_bytes(dtype: torch.dtype):
+    """Through casts, graphs and state dicts, also scales that are no powers of two. It shares a fused weight's memory,
+    and reads no other dtype's scales."""
+    x, scores, ids, weights = make_layer(dtype=torch.bfloat16)
+    ints, powers = INTEGERS[dtype], [Fp8Weight.quantize(w) for w in weights]
+    w1, w2, w3 = powers
+    if dtype != recipe.E8M0:
+        w1, w2, w3 = (Fp8Weight(w.q, (recipe.exp2(recipe.exponent(w.scale)) * 1.3).to(dtype)) for w in powers)
+    experts = RoutedExperts.from_fp8(w1, w2, w3)
+    want = routed_experts(x, w1, w2, w3, ids, scores)
+    state, (w13, w13_scale) = experts.state_dict(), experts.weights()[0]
+    scales = torch.cat([w1.scale.view(ints), w3.scale.view(ints)], 1), w2.scale.view(ints)
+    assert_equal([w13_scale.view(ints), state["w13_scale"], state["w2_scale"]], [scales[0], *scales])
+    assert sum(p.nbytes for p in experts.parameters()) == 3 * E * D * H * (1 + dtype.itemsize / 128**2)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    other = RoutedExperts.from_fp8(*(Fp8Weight(*map(torch.zeros_like, w)) for w in (w1, w2, w3)))
+    torch.save(state, file := io.BytesIO())
+    other.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    fused = RoutedExperts.from_fp8(Fp8Weight(w13, w13_scale), w2)
+    assert fused.w13.data_ptr() == w13.data_ptr()
+    for module in (experts.float().bfloat16(), compiled, other, fused):
+        assert torch.equal(module(x, ids, scores), want)
+    with pytest.raises(RuntimeError, match="floating point"):
+        experts.requires_grad_()
+    if dtype != recipe.E8M0:
+        with refused(f"w2_scale is {ints}", "from_fp8", error=RuntimeError):
+            RoutedExperts.from_fp8(*powers).load_state_dict(state)
+        with refused("gate and up must share E, K and the dtype of scales"):
+            routed_experts(x, w1, w2, powers[2], ids, scores)
+
+
+@pytest.mark.parametrize("hidden", [80, 200])
+def test_gate_and_up_that_were_padded_as_one_are_refused(hidden: int):
+    """They have the padded size of a larger H, of which gate would read rows of up."""
+    w1, w2, w3 = (torch.randn(E, *shape, device=DEVICE) for shape in ((hidden, D), (D, hidden), (hidden, D)))
+    fused, down = Fp8Weight.quantize(torch.cat([w1, w3], 1)), Fp8Weight.quantize(w2)
+    with refused("padded as one", "as w1 and w3"):
+        RoutedExperts.from_fp8(fused, down)
+    RoutedExperts.from_fp8(Fp8Weight.quantize(w1), down, Fp8Weight.quantize(w3))

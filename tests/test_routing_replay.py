@@ -39,13 +39,11 @@ def choose(*shape: int, experts: int = EXPERTS, top_k: int = TOP_K) -> Tensor:
     return torch.rand(*shape, experts, device=DEVICE).topk(top_k).indices
 
 
-class Spy:
-    def __init__(self, experts: nn.Module):
-        self.calls: list[tuple[Tensor, Tensor]] = []
-        experts.register_forward_pre_hook(lambda _, args: self.calls.append(args[1:3]))
-
-
-# --- routers ----------------------------------------------------------------------------------------------------------
+def spied(experts: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Ids and scores of each call that is going to come."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    experts.register_forward_pre_hook(lambda _, args: calls.append(args[1:3]))
+    return calls
 
 
 BLOCKS = dict(
@@ -104,15 +102,14 @@ def make_block(module_name: str, name: str) -> nn.Module:
 
 @pytest.mark.parametrize("module,name", CLASSES, ids=[name for _, name in CLASSES])
 def test_every_router_of_the_registry(module: str, name: str):
-    """Its own choice gives its own bits, another choice the scores of that choice, and gradients to the router. Tokens
-    without ids are routed by the router."""
+    """Its own choice gives its own bits, another one that one's scores and gradients. Tokens without ids are routed."""
     block, x = make_block(module, name), torch.randn(B, S, D, device=DEVICE)
 
     def run() -> Tensor:
         out = block(x)
         return out[0] if isinstance(out, tuple) else out
 
-    spy = Spy(block.experts)
+    calls = spied(block.experts)
     with record_routing(block) as routing:
         want = run()
     ids = routing.routed_experts()
@@ -125,7 +122,7 @@ def test_every_router_of_the_registry(module: str, name: str):
         return
     with replay_routing(block, ids.flip(-1)):
         run()
-    (own_ids, own_scores), _, (flipped_ids, flipped_scores) = spy.calls
+    (own_ids, own_scores), _, (flipped_ids, flipped_scores) = calls
     assert torch.equal(flipped_ids, own_ids.flip(-1))
     torch.testing.assert_close(flipped_scores, own_scores.flip(-1))
     others = choose(B * S)
@@ -133,7 +130,7 @@ def test_every_router_of_the_registry(module: str, name: str):
     with replay_routing(block, others.view(B, S, 1, TOP_K)):
         out = run()
         (out * torch.randn_like(out)).sum().backward()
-    replayed, scores = spy.calls[-1]
+    replayed, scores = calls[-1]
     assert torch.equal(replayed, torch.where(others < 0, own_ids, others)) and (scores != 0).all()
     routers = [p for n, p in block.named_parameters() if ("gate" in n or "router" in n) and "expert" not in n]
     assert any(param.grad is not None and param.grad.any() for param in routers)
@@ -154,13 +151,10 @@ class Model(nn.Module):
             ids = torch.arange(len(x) * K, device=x.device).view(-1, K) % E
             return self.ffn(x, ids, scores.gather(-1, ids))
         values, ids = scores.max(-1, keepdim=True) if self.chooses == "max" else scores.topk(K)
-        if self.chooses == "sorted":
+        if self.chooses == "sorted and dropped":
             ids, order = ids.sort()
             values = values.gather(-1, order)
-        if self.chooses == "dropped":
             ids = ids.masked_fill(values < values.mean(), -1)
-        if self.chooses == "before a topk of 2":
-            self.margin = scores.topk(2).values
         if self.chooses in ("before noise", "max"):
             self.margin = (scores + torch.rand_like(scores)).topk(K).values
         return self.ffn(x, ids, values)
@@ -180,7 +174,7 @@ def test_plain_pytorch(stored: bool):
         grad = torch.autograd.grad(got.sum(), model.router.weight)
     want = model.ffn(x, ids, model.router(x).softmax(-1).gather(1, ids))
     assert_equal([got, *grad], [want, *torch.autograd.grad(want.sum(), model.router.weight)])
-    for dtype in ("uint8", "uint16", "uint32", "uint64", "int16"):
+    for dtype in ("uint8", "uint64", "int16"):
         for given in (ids.cpu().numpy().astype(dtype), ids.to(getattr(torch, dtype))):
             with replay_routing(model, given[:, None]):
                 assert torch.equal(model(x), got)
@@ -192,7 +186,7 @@ def test_plain_pytorch(stored: bool):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_replays_the_same_experts(reentrant: bool):
     model, ids, results = Model().to(DEVICE), choose(S, 1, experts=E, top_k=K), []
-    x, spy = torch.randn(S, D, device=DEVICE, requires_grad=True), Spy(model.ffn)
+    x, calls = torch.randn(S, D, device=DEVICE, requires_grad=True), spied(model.ffn)
     for run in (model, functools.partial(checkpoint, model, use_reentrant=reentrant)):
         model.zero_grad()
         with replay_routing(model, ids):
@@ -200,8 +194,8 @@ def test_checkpointing_replays_the_same_experts(reentrant: bool):
             out.square().sum().backward()
         results.append([out.detach(), *(p.grad for p in model.parameters())])
     assert_equal(*results)
-    assert len(spy.calls) == 3  # the backward has repeated it
-    assert all(torch.equal(chosen, ids[:, 0]) for chosen, _ in spy.calls)
+    assert len(calls) == 3  # the backward has repeated it
+    assert all(torch.equal(chosen, ids[:, 0]) for chosen, _ in calls)
 
 
 def test_generation_and_training_agree():
@@ -220,12 +214,8 @@ def test_generation_and_training_agree():
     assert again.routed_experts().shape == (2, 14, 2, TOP_K)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("routed", "said"), [
     (choose(S, experts=E, top_k=K), "must be ids"),
-    (torch.rand(S, 1, K), "must be ids .* torch.float32"),
     (choose(S, 1, experts=E, top_k=K) > 2, "must be ids .* torch.bool"),
     (choose(S, 3, experts=E, top_k=K), "of the model's 1 MoE layers"),
     (choose(S - 1, 1, experts=E, top_k=K), "got 24 tokens, but routed_experts has 23"),
@@ -278,8 +268,7 @@ def test_experts_in_a_wrapper_are_one_layer():
 
 
 @pytest.mark.parametrize(("chooses", "recorded", "replayed"), [
-    ("before a topk of 2", False, True), ("before noise", False, True), ("max", False, False),
-    ("sorted", True, True), ("dropped", True, True), ("table", True, False),
+    ("before noise", False, True), ("max", False, False), ("sorted and dropped", True, True), ("table", True, False),
 ])  # fmt: skip
 def test_a_topk_that_is_not_the_choice(chooses: str, recorded: bool, replayed: bool):
     """It is neither recorded nor replayed for the router's. Order and dropped tokens do not matter."""

@@ -140,7 +140,7 @@ def gpt_oss_experts(limit: Any) -> torch.nn.Module:
 
 
 class Swish(torch.nn.Module):
-    """silu where beta is 1, which is the default."""
+    """silu where beta is 1."""
 
     def __init__(self, beta: Any = 1.0):
         super().__init__()
@@ -152,8 +152,7 @@ class Swish(torch.nn.Module):
 
 @pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16)])
 def test_gates_are_found_by_their_values(mode: Any):
-    """Those of activations that are a user's own, and limits of each layer's own. Whatever the process-wide defaults,
-    and below modes that replace tensors."""
+    """Those of a user's own activations, and each layer's limits, whatever the defaults, and below modes."""
     nemotron = make_experts("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts", **RELU2)
     swish = changed(qwen3_experts(), act_fn=Swish())
     model = torch.nn.ModuleList([swish, nemotron, gpt_oss_experts(0.3), gpt_oss_experts(3.0)])
@@ -172,15 +171,9 @@ def test_gates_are_found_by_their_values(mode: Any):
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="fake tensors of a second GPU need one, where there is any")
 def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch):
     """``device_map`` spreads layers over GPUs, and the current one stays the first."""
-    current = [0]
-
-    @contextlib.contextmanager
-    def device(device: torch.device):
-        current.append(device.index)
-        yield
-        current.append(0)
-
-    monkeypatch.setattr(torch.cuda, "device", device)
+    current, context = [0], contextlib.ExitStack()
+    context.callback(current.append, 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: current.append(device.index) or context)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     for index in range(2):
         experts = qwen3_experts(implementation="fp8_flow")
@@ -190,9 +183,6 @@ def test_kernels_run_on_the_device_of_the_tokens(monkeypatch: pytest.MonkeyPatch
                 setattr(experts, name, torch.nn.Parameter(there, requires_grad=False))
             experts(*(t.to(f"cuda:{index}") for t in make_inputs()))  # refused but on the current device
     assert current == [0, 1, 0]
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_unsupported_experts_can_stay_as_they_were():
@@ -229,8 +219,7 @@ def fp8_experts(scale: float = 1.0) -> tuple[torch.nn.Module, torch.nn.Module]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_stored_in_fp8(compiled: bool):
-    """Output and gradients of dequantized experts, bit for bit, also in one graph; no weight is quantized. Bytes of
-    e8m0 are the same scales."""
+    """As dequantized experts, bit for bit, also in one graph; no weight is quantized, and e8m0 scales are the same."""
     (experts, plain), inputs, dout = fp8_experts(), make_inputs(torch.bfloat16), torch.randn(T, D, device=DEVICE)
     with pytest.raises(ValueError, match=r"freeze it with requires_grad_\(False\)"):
         experts(*inputs)
@@ -268,24 +257,21 @@ def test_scales_that_are_no_powers_of_two():
         got, rounded = experts(*inputs), codes()
         assert not torch.equal(rounded, before)
         assert torch.equal(experts(*inputs), got) and torch.equal(codes(), rounded)
-        assert torch.equal(copy.deepcopy(copy.deepcopy(experts))(*inputs), got)
+        assert torch.equal(copy.deepcopy(experts)(*inputs), got)
         for param in plain.parameters():
             param.mul_(1.3)
         assert all(relative_error(out, plain(*inputs)) < ONE_LAYER for out in (exact, got))
 
 
 TRAINED, NO_GATE = torch.nn.Parameter(torch.ones(())), "its gate is none of swiglu"
-INT8 = torch.nn.Parameter(torch.zeros(E, 2 * H, D, dtype=torch.int8), requires_grad=False)
 REFUSALS: list[tuple[Callable[[], torch.nn.Module], str]] = [
     (lambda: qwen3_experts(hidden_act="gelu"), NO_GATE),
     (lambda: changed(qwen3_experts(), act_fn=Swish(TRAINED)), NO_GATE),
     (lambda: gpt_oss_experts(torch.tensor(2.0)), NO_GATE),  # it may change
     (lambda: qwen3_experts(moe_intermediate_size=200), "its dims 256 and 200 are not both multiples of 16"),
-    (lambda: qwen3_experts(hidden_size=328), "its dims 328 and 128 are not both multiples of 16"),
     (lambda: qwen3_experts().half(), "its weights are torch.float16; load them in bfloat16"),
     (lambda: fp8_experts()[0].bfloat16(), "its FP8 weights were cast to torch.bfloat16 without their scales"),
     (lambda: changed(fp8_experts()[0], block_size=(64, 128)), "scales per block (64, 128), not per 128x128"),
-    (lambda: changed(fp8_experts()[0], gate_up_proj=INT8), "its weights are torch.int8; load them in bfloat16"),  # fp4
 ]
 
 
@@ -311,8 +297,7 @@ def test_registrations_that_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_evaluation_keeps_no_copy_of_trained_experts():
     """Also of transposed ones: without gradients a transpose requires none."""
-    experts = gpt_oss_experts(7.0)
-    experts.config._experts_implementation = "fp8_flow"
+    experts = changed(gpt_oss_experts(7.0), config=make_config("fp8_flow"))
     with torch.no_grad():
         experts(*make_inputs())
     assert "fp8_flow_cache" not in vars(experts)
@@ -370,13 +355,8 @@ def bind(module: Any, forward: Callable) -> None:  # as Liger and the library ke
 OTHERS = {
     "experts": lambda layer: bind(layer.experts, other_experts),
     "below accelerate's hook": lambda layer: (bind(layer.experts, other_experts), hooked(layer.experts)),
-    "in training": lambda layer: bind(
-        layer.experts, lambda self, x, *rest: (other_experts if x.requires_grad else type(self).forward)(self, x, *rest)
-    ),
     "layer": lambda layer: bind(layer, other_layer),
-    "the layer's class": lambda layer: setattr(
-        type(layer), "forward", functools.wraps(type(layer).forward)(other_layer)
-    ),
+    "class": lambda layer: setattr(type(layer), "forward", functools.wraps(type(layer).forward)(other_layer)),
 }
 WRAPPERS = {
     "accelerate's hook": lambda layer: hooked(layer.experts),
@@ -402,7 +382,7 @@ def test_what_runs_in_fp8_is_what_a_forward_calls(monkeypatch: pytest.MonkeyPatc
         (OTHERS | WRAPPERS)[change](layer)
         with CastCounter() as counter:
             loss_and_grads(model, make_tokens())
-        left = names if change in WRAPPERS else [] if "class" in change else names[at + 1 :]
+        left = names if change in WRAPPERS else [] if change == "class" else names[at + 1 :]
         assert counter.ops["grouped_mm"] == 4 * len(left)
         if left:
             assert adapter.converted(model) == left and fp8_layers(model) == {name.split(".")[2] for name in left}
@@ -429,17 +409,9 @@ def test_partitioned_parameters():
         adapter.converted(model)
 
 
-def test_export_of_a_model_that_has_not_run():
-    model, tokens = make_model(num_hidden_layers=1, experts_implementation="fp8_flow").eval(), make_tokens()
-    with torch.no_grad():
-        program = torch.export.export(model, (), dict(input_ids=tokens, use_cache=False))
-        assert torch.equal(program.module()(input_ids=tokens, use_cache=False).logits, model(tokens).logits)
-
-
 def test_dynamic_shapes():
     """``dynamic=True`` makes symbols of all numbers, as of these experts' limit."""
-    experts, inputs = gpt_oss_experts(7.0), make_inputs()
-    experts.config._experts_implementation = "fp8_flow"
+    experts, inputs = changed(gpt_oss_experts(7.0), config=make_config("fp8_flow")), make_inputs()
     want = experts(*inputs)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(experts, dynamic=True, fullgraph=True, backend="aot_eager")(*inputs), want)

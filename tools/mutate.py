@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_fp8moe"
 TIMEOUT = 400  # seconds for the tests of one mutation; one that hangs is noticed
 CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_costs.py", "test_dense.py"]
-ADAPTER = ["test_titan_jobs.py", "test_converter.py", "test_compat.py"]
+ADAPTER = ["test_titan_jobs.py", "test_converter.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
     "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py", "test_gemm_compile.py"],
@@ -55,11 +55,11 @@ TESTS = {
     "torchtitan/dry_run": ["test_titan_jobs.py", "test_train_configs.py", "test_warm_up.py"],
     "trainer/dry_run": ["test_titan_jobs.py", "test_train_configs.py", "test_warm_up.py"],
     "trainer/memory": ["test_memory.py"],
-    "torchtitan/cpu": ["test_titan_jobs.py", "test_package.py", "test_compat.py", "test_cpu_training.py"],
-    "torchtitan/first_hour": ["test_first_hour.py"],
+    "torchtitan/cpu": [*ADAPTER, "test_package.py"],
+    "torchtitan/first_hour": ["test_train_configs.py"],
     "torchtitan/metrics": ["test_statistics.py", "test_nan_watch.py"],
     "torchtitan/checkpoint": [*ADAPTER, "test_export_fp8.py", "distributed/test_layouts.py"],
-    "torchtitan/flavors": ["test_cpu_training.py"],
+    "torchtitan/flavors": ["test_converter.py"],
     "torchtitan/parallel": [*ADAPTER, "test_patches.py", "test_modules.py", "test_overlap.py"],
     "torchtitan/compiling": ["test_compiling.py", "test_modules.py", "test_overlap.py", "distributed/test_auto.py"],
     "torchtitan/": [*ADAPTER, "test_modules.py", "test_compiling.py", "test_overlap.py"],
@@ -74,7 +74,7 @@ TESTS = {
     "activations": ["test_recipe.py", "kernels/test_swiglu.py"],
     "nn/lora": ["test_lora.py"],
     "trainer/preflight": ["test_refusals.py", "test_titan_jobs.py"],
-    "trainer/cpu": ["test_titan_jobs.py", "test_package.py", "test_compat.py", "test_cpu_training.py"],
+    "trainer/cpu": [*ADAPTER, "test_package.py"],
     "trainer/plan": [*ADAPTER, "test_refusals.py", "test_export_fp8.py"],
     "trainer/": [*ADAPTER, "test_refusals.py"],
     "config": ["test_refusals.py", "test_converter.py", "test_moe.py"],

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torchtitan.config.configs import DebugConfig as DEBUG  # noqa: F401
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
@@ -33,7 +32,6 @@ VALIDATION = "validator"
 DRY_RUN = [f"--config={CONFIG[3]}", "--training.disable_cuda_graphs"]
 CONVERTED = "1 MoE layers, 1 shared experts, 1 dense FFNs, 0 linears"
 ALL_LAYERS = ["layers"]
-FLEX = attention.FlexAttention
 create_attention_mask = attention.create_attention_mask
 DOORS = "section", "flag", "converter"
 

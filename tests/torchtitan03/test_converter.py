@@ -1,5 +1,4 @@
-"""Ways to convert, overrides and refusals of the adapter for torchtitan 0.3, without training. What both releases have
-is ``tests/test_titan_jobs.py``'s."""
+"""The adapter for torchtitan 0.3 without training. What both releases have is ``tests/test_titan_jobs.py``'s."""
 
 import copy
 import dataclasses
@@ -9,34 +8,36 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtitan.components.lora import LoRAConverter as LinearLoRAConverter
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.config.manager import ConfigManager
 from torchtitan.config.override import apply_overrides, derive, override
-from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.experiments.graph_trainer.configs import to_graph_trainer_config
-from torchtitan.experiments.graph_trainer.deepseek_v3 import model_registry as graph_model_registry
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.gpt_oss.config_registry import gpt_oss_debugmodel_flex
+from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 from experiments.reference import make_layer
 from tests.layer import refused
-from tests.torchtitan03.jobs import CONFIG, DOORS, FLAG, build, convert, make_job, moes, set_all, start
-from titan_fp8moe import SAVED_OPS, Adapter, Lora, routed_experts
+from tests.patched import undone
+from tests.torchtitan03.jobs import CONFIG, DOORS, FLAG, build, convert, make_job, moes, randomize, start
+from titan_fp8moe import SAVED_OPS, Adapter, Lora, record_routing, replay_routing, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
 from titan_fp8moe.dispatch import auto
-from titan_fp8moe.torchtitan03 import conversion, modules
+from titan_fp8moe.torchtitan03 import compiling, conversion, modules
+from titan_fp8moe.torchtitan03.compiling import compile_before_experts
 from titan_fp8moe.torchtitan03.config_registry import with_fp8_flow
 from titan_fp8moe.torchtitan03.converter import Fp8FlowConverter
-from titan_fp8moe.torchtitan03.cpu import _grouped_mm
 from titan_fp8moe.torchtitan03.lora import LoRAConverter
 from titan_fp8moe.torchtitan03.metrics import Fp8FlowMetrics
 from titan_fp8moe.torchtitan03.trainer import Fp8FlowTrainer
@@ -61,9 +62,6 @@ def vendors(kind: type) -> type:
             mine: int = 7
 
     return Vendors
-
-
-# --- ways to convert --------------------------------------------------------------------------------------------------
 
 
 def test_options_of_the_command_line():
@@ -92,40 +90,28 @@ def test_ways_to_convert(door: str):
     convert(another)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_claimed_config_can_be_copied(how: Any):
+def test_a_claimed_config_can_be_copied():
     """As launchers do that send it to other processes; a change of a field goes along."""
     job = make_job(door="converter", save_h="fp8")
-    model = job.model_spec.model
-    model.vocab_size = 77
-    for _ in range(2):  # a copy of a copy too
-        copied = how(model)
+    job.model_spec.model.vocab_size = 77
+    for how in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        model = job.model_spec.model
+        job.model_spec.model = copied = how(model)
         assert type(copied).__qualname__ == type(model).__qualname__ and copied.vocab_size == 77
         assert copied.layers[1] is not model.layers[1]
-        model = copied
-    job.model_spec.model = model
     assert start(job).layers["1"].moe.routed_experts.config == Fp8FlowMoEConfig(save_h="fp8") and not left()
 
 
 def test_own_trainers_keep_their_settings():
     """A config with the section stays open to other settings; another one is converted at once."""
     OwnFp8, Own = vendors(Fp8FlowTrainer), vendors(Trainer)
-    config = derive(deepseek_v3_debugmodel(), OwnFp8.Config, mine=42)
-    for fp8 in (Fp8FlowMoEConfig(save_h="fp8", filter_fqns=["layers.1."]), None):
-        config = with_fp8_flow(config, fp8)
-        assert (type(config)._owner, config.mine, config.fp8_flow_moe.save_h) == (OwnFp8, 42, "fp8")
-        own = with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42), fp8)
-        assert (type(own)._owner, own.mine) == (Own, 42)
-        for job, claimed in ((config, []), (own, 5 * [fp8 or Fp8FlowMoEConfig()])):
-            found = job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)
-            assert [claim.settings for _, claim, *_ in found] == claimed
-
-
-def test_a_claimed_model_in_another_config():
-    """torchtitan's function for the graph trainer copies the fields, claims among them."""
-    job = to_graph_trainer_config(make_job(door="converter"), graph_model_registry)
-    start(set_all(job, {"training.disable_cuda_graphs": True}))
-    assert plan.announced[0].startswith(ALL)
+    config = with_fp8_flow(derive(deepseek_v3_debugmodel(), OwnFp8.Config, mine=42), Fp8FlowMoEConfig(save_h="fp8"))
+    config = with_fp8_flow(config, None)
+    assert (type(config)._owner, config.mine, config.fp8_flow_moe.save_h) == (OwnFp8, 42, "fp8")
+    own = with_fp8_flow(derive(deepseek_v3_debugmodel(), Own.Config, mine=42), Fp8FlowMoEConfig(save_h="fp8"))
+    assert (type(own)._owner, own.mine) == (Own, 42)
+    found = [[*job.model_spec.model.traverse(conversion.Fp8FlowClaim.Config)] for job in (config, own)]
+    assert not found[0] and [claim.settings.save_h for _, claim, *_ in found[1]] == 5 * ["fp8"]
 
 
 def test_whatever_cannot_attach_says_so(caplog):
@@ -141,9 +127,6 @@ def test_whatever_cannot_attach_says_so(caplog):
     assert "SimpleNamespace is not a Trainer.Config: off are the checks of the job" in caplog.text
 
 
-# --- overrides --------------------------------------------------------------------------------------------------------
-
-
 def register_vendors(name: str, kind: type, fqns: list[str] | None = None) -> None:
     """The override ``vendor_NAME``: a class of another package in the place of ``kind``."""
 
@@ -155,10 +138,7 @@ def register_vendors(name: str, kind: type, fqns: list[str] | None = None) -> No
 
 
 register_vendors("moe", MoE, ["*layers.3.*"])
-register_vendors("moes", MoE)
-register_vendors("routed_experts", RoutedExperts)
 register_vendors("experts", GroupedExperts)
-register_vendors("dispatcher", AllToAllTokenDispatcher)
 register_vendors("ffn", FeedForward)
 register_vendors("linear", Linear, ["*layers.3.moe.shared_experts.w2", "*layers.0.feed_forward.w1"])
 
@@ -168,7 +148,7 @@ def overridden(job: Any, name: str) -> Any:
     return job
 
 
-@pytest.mark.parametrize("name", ["moe", "moes", "routed_experts", "experts", "dispatcher"])
+@pytest.mark.parametrize("name", ["moe", "experts"])
 def test_an_override_of_experts_is_an_error(name: str):
     """Whatever part of a claimed layer it replaces; torchtitan refuses two overrides of one layer by itself."""
     with pytest.raises(ValueError, match="both claim node|an ancestor of"):
@@ -177,21 +157,13 @@ def test_an_override_of_experts_is_an_error(name: str):
         start(overridden(make_job(door="converter"), name))
 
 
-@pytest.mark.parametrize(("name", "part"), [
-    ("routed_experts", "routed_experts of a Fp8Flow"), ("experts", "inner_experts of a Fp8Flow"),
-    ("ffn", "shared_experts of a Fp8Flow"), ("linear", "w[12] of a Fp8Flow"),
-    (None, "layers.0.feed_forward after"),  # whose owner is torchtitan's: the first step finds it
-])  # fmt: skip
-def test_an_override_after_the_conversion_is_an_error(name: str | None, part: str):
-    """It would take the layer out of FP8, or not be called: a second trainer of one config, or a program's own call."""
+@pytest.mark.parametrize("name,part", [("experts", "inner_experts"), ("ffn", "shared_experts"), ("linear", "w[12]")])
+def test_an_override_after_the_conversion_is_an_error(name: str, part: str):
+    """It would take the layer out of FP8: a second trainer of one config, or a program's own call."""
     job = convert(make_job(door="converter"))
-    layers = job.model_spec.model.layers
-    if name is None:
-        layers[0].feed_forward = derive(layers[0].feed_forward, FeedForward.Config)
-    else:
-        apply_overrides(overridden(job, name).override, job)
-    with pytest.raises(ValueError, match=rf"\w+ has replaced {part}.*fp8_flow_moe had"):
-        Fp8FlowMetrics._watch(SimpleNamespace(config=job.metrics, model_parts=[build(job)]))
+    apply_overrides(overridden(job, name).override, job)
+    with pytest.raises(ValueError, match=rf"\w+ has replaced {part} of a Fp8Flow.*fp8_flow_moe had"):
+        build(job)
 
 
 def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
@@ -199,23 +171,12 @@ def test_an_override_of_a_linear_leaves_its_ffn_in_bf16():
     model = start(overridden(make_job(door="converter"), "linear"))
     assert left().keys() == {"layers.0.feed_forward", "layers.3.moe.shared_experts"}
     assert "Vendors" in left()["layers.3.moe.shared_experts"] and not model.layers["3"].moe.fp8_shared
-    model = start(overridden(make_job(door="converter"), "torchtitan.overrides.fused_swiglu.fused_swiglu"))
+    start(overridden(make_job(door="converter"), "torchtitan.overrides.fused_swiglu.fused_swiglu"))
     assert {*left().values()} == {"FusedSwiGLU of Linear, Linear, Linear"} and len(left()) == 6
-    assert type(model.layers["1"].moe) is modules.Fp8FlowMoE
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def test_claims_that_met_no_job_are_refused():
-    """torchtitan's RL trainer applies overrides to a model alone."""
-    job = make_job(door="flag")
-    apply_overrides(job.override, job.model_spec.model)
-    with refused("has met no job", "name Fp8FlowConverter among", error=RuntimeError):
-        build(job)
-
-
-def test_two_settings_are_refused():
+def test_models_that_are_refused():
+    """With two settings, in two entries, without a MoE layer, or without a job, as of torchtitan's RL trainer."""
     with refused("was converted with", "configure one of the two"):
         make_job(door="converter", others=[Fp8FlowConverter.Config(save_h="fp8")])
     job = make_job(door="converter", others=[Fp8FlowConverter.Config()])
@@ -227,13 +188,14 @@ def test_two_settings_are_refused():
     assert plan.announced[0].startswith(ALL)
     with refused("named by two entries"):
         convert(make_job({"override.imports": [FLAG]}))
-
-
-def test_a_model_without_moe_layers_is_refused():
     job = make_job()
     del job.model_spec.model.layers[1:]
     with refused("the model has no MoE layer; choose"):
         convert(job)
+    job = make_job(door="flag")
+    apply_overrides(job.override, job.model_spec.model)
+    with refused("has met no job", "name Fp8FlowConverter among", error=RuntimeError):
+        build(job)
 
 
 def test_ffns_under_tensor_parallelism():
@@ -279,22 +241,15 @@ def test_cuda_graphs_need_dispatch_without_host_syncs(monkeypatch, room, door, s
             job._validate_cuda_graphs()
 
 
-# --- LoRA -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("door", DOORS[1:])
-@pytest.mark.parametrize(("converter", "experts"), [
-    (LinearLoRAConverter, False), (LoRAConverter, False), (LoRAConverter, True),
-])  # fmt: skip
-def test_lora(door: str, converter: Any, experts: bool):
+@pytest.mark.parametrize("converter,experts", [(LinearLoRAConverter, 0), (LoRAConverter, 0), (LoRAConverter, 1)])
+def test_lora(door: str, converter: Any, experts: int):
     """Its adapters train, in bf16 where FP8 would see their base alone."""
     adapters = converter.Config(rank=4, target_modules=["wo", "w2", *["inner_experts"] * experts])
     model = start(make_job(door=door, others=[adapters], linear_fqns=["attention.wo.", "attention.wkv_b."]))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
-    of_experts = {name for name in trained if name.startswith("layers.2.moe.routed")}
-    prefix = "layers.2.moe.routed_experts.inner_experts.lora"
-    assert of_experts == ({f"{prefix}_{f}.w{i}" for f in "ab" for i in (1, 2, 3)} if experts else set())
+    assert sum(name.startswith("layers.2.moe.routed_experts.inner_experts.lora_") for name in trained) == 6 * experts
     attention = model.layers["2"].attention
     assert isinstance(attention.wo, modules.Fp8FlowLinear03) and attention.wo.lora_a.weight.shape[0] == 4
     assert type(attention.wkv_b) is modules.Fp8FlowLinear03 and not model.layers["2"].moe.fp8_shared
@@ -332,15 +287,70 @@ def test_adapters_of_experts_that_cannot_have_them(door: str):
         LoRAConverter.Config().build().convert(gpt_oss_debugmodel_flex().model_spec.model)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+class Experts(nn.Module):
+    shared_experts = None
+
+    def route(self, h: Tensor) -> tuple[Tensor]:
+        return (h,)
+
+    def forward(self, h: Tensor, routing: tuple[Tensor] | None = None) -> Tensor:
+        return h * auto.room()
 
 
-def test_products_in_float32_are_those_of_bf16():
-    """The same operands, and one rounding of the result."""
-    x, w = torch.randn(48, 128).bfloat16().requires_grad_(), torch.randn(3, 64, 128).bfloat16().requires_grad_()
-    offs = torch.tensor([8, 8, 48], dtype=torch.int32)
+class Block(Module):
+    def __init__(self, mask: str):
+        super().__init__()
+        self.mask, self.moe, self.ffn_norm = mask, Experts(), nn.Linear(4, 4)
+        self.attention_norm = nn.Identity()
+
+    def forward(self, x: Tensor, masks: None) -> Tensor:
+        return x + self.moe(self.ffn_norm(x))
+
+
+def test_all_sizes_of_the_buffers_have_graphs(monkeypatch, caplog):
+    """Of steps over both ways and a validation, with two masks as gpt_oss has. Blocks with the same mask share one, and
+    unknown ones have none."""
+    assert not compile_before_experts(unknown := nn.Linear(1, 1), backend="eager") and "forward" not in vars(unknown)
+    assert "does not know torch.nn.modules.linear.Linear" in caplog.text
+    attention = lambda block, x, *_: x if block.mask == "sliding" else 2 * x  # noqa: E731
+    monkeypatch.setitem(compiling._ATTENTION, f"{__name__}.Block", attention)
+    torch._dynamo.reset()
+    counters.clear()
+    with undone():
+        blocks = []
+        for mask in 3 * ("sliding", "full"):
+            own = lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])  # noqa: E731  one per layer
+            blocks.append(checkpoint_wrapper(Block(mask), early_stop=False, context_fn=own))
+            assert compile_before_experts(blocks[-1], backend="eager", fullgraph=True)
+        for room in ("", *map(str, auto.ROOMS)):
+            monkeypatch.setattr(auto._state, "room", room)
+            for block in blocks:
+                block(torch.ones(2, 4, requires_grad=True), None).sum().backward()
+                with torch.no_grad():
+                    block(torch.ones(2, 4), None)
+        assert counters["stats"]["unique_graphs"] == 2 * 2 + len(auto.ROOMS)
+
+
+@pytest.mark.parametrize("policy", [None, SelectiveAC, FullAC])
+def test_routing_replay_of_compiled_blocks(policy: type | None):
+    """Outside of a replay the router is in the graph. Only full checkpointing counts its experts twice."""
+    torch._dynamo.reset()
+    plain = randomize(start(make_job()).layers["3"])
+    plain.attention.forward = lambda x, *_: x  # of a kind that needs a mask
+    moe, forward = plain.moe, plain.forward
+    block = policy(policy.Config())._wrap_block(plain) if policy else plain
+    assert compile_before_experts(block, backend="aot_eager")
+    E, K = moe.router.num_experts, moe.router.top_k
+    x, ids = torch.randn(2, 64, moe.router.gate.weight.shape[1]), torch.rand(2, 64, 1, E).topk(K).indices
+    with record_routing(moe) as routing:
+        own = block(x, None)
+    with replay_routing(moe, routing.routed_experts()):
+        torch.testing.assert_close(block(x, None), own)
     results = []
-    for y in (_grouped_mm(None, A=x, B_t=w.mT, offs=offs), torch._grouped_mm(x, w.mT, offs=offs)):
-        results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, w))))
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7 * float(want.detach().abs().max()))
+    for run, counted in ((forward, 1), (block, 2 if policy is FullAC else 1)):
+        moe.tokens_per_expert_E.zero_()
+        with replay_routing(moe, ids):
+            out = run(x, None)
+            results.append([out, *torch.autograd.grad(out.square().sum(), list(moe.parameters()))])
+        assert torch.equal(moe.tokens_per_expert_E.long(), counted * ids.flatten().bincount(minlength=E))
+    torch.testing.assert_close(*results)

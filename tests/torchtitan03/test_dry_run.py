@@ -23,30 +23,20 @@ def test_a_rank_of_many(tmp_path: Path):
     degrees = ["--parallelism.expert_parallel_degree=64", "--parallelism.pipeline_parallel_degree=4"]
     logs = ["--metrics.enable_tensorboard", f"--dump_folder={tmp_path}"]
     said = run("--module=deepseek_v3", "--config=deepseek_v3_671b", FLAG, "--rank=100", *degrees, *logs)
-    for line in (
-        "model     deepseek_v3 671B, 119 parts in FP8\n"
-        "layout    256 ranks = pp 4 x dp_replicate 1 x dp_shard 64 x cp 1 x tp 1\n"
-        "          experts: ep 64 x etp 1 x fsdp 1\n",
-        "\nrank 100  2,",
-        "\n          layers 7, 8, 9, 10, 11, 12, 13, 14\n",
-        "\n          w1_EFD (256, 2048, 7168), on this rank (4, 2048, 7168)\n",
-    ):
-        assert line in said, said
+    layout = "256 ranks = pp 4 x dp_replicate 1 x dp_shard 64 x cp 1 x tp 1\n          experts: ep 64 x etp 1 x fsdp 1"
+    layers, experts = "layers 7, 8, 9, 10, 11, 12, 13, 14\n", "w1_EFD (256, 2048, 7168), on this rank (4, 2048, 7168)"
+    for words in ("deepseek_v3 671B, 119 parts in FP8\n", layout, "\nrank 100  2,", layers, experts):
+        assert words in said, said
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [  # layers of the 16B model as they are, of which one GPU holds four
-        (["--config=deepseek_v3_16b_short"], ["16B, 7 parts in FP8", "rank 0    1,869,107,200 parameters",
-            "layers 0, 1, 2, 3 with", "w1_EFD (64, 1408, 2048), on this rank (64, 1408, 2048)"]),
-        (["--module=examples.torchtitan03_config", "--config=my_run"],
-            ["debugmodel, 11 parts in FP8", "layer 1, Fp8FlowGroupedExperts"]),
-        # The layer that predicts the token after next counts, with its shared experts.
-        (["--module=deepseek_v3", *MTP, FLAG], ["debugmodel, 13 parts in FP8", "norm, lm_head, mtp_layers"]),
-    ],
-    ids=["quickstart", "own", "mtp"],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "said"), [
+    # The quickstart's: layers of the 16B model as they are, of which one GPU holds four.
+    (["--config=deepseek_v3_16b_short"], ["16B, 7 parts in FP8", "layers 0, 1, 2, 3 with", "on this rank (64, 1408"]),
+    (["--module=examples.torchtitan03_config", "--config=my_run"], ["debugmodel, 11 parts in FP8", "layer 1, Fp8Flow"]),
+    # The layer that predicts the token after next counts, with its shared experts.
+    (["--module=deepseek_v3", *MTP, FLAG], ["debugmodel, 13 parts in FP8", "norm, lm_head, mtp_layers"]),
+])  # fmt: skip
 def test_what_a_rank_holds(arguments: list[str], said: list[str]):
     out = run(*arguments)
     assert not [words for words in said if words not in out], out
@@ -56,7 +46,6 @@ MEASURED = [  # of experiments/throughput/results.json: config, expert-parallel 
     ("16b:6:bf16", 1, (), 61.0),
     ("16b:6:fp8_flow", 1, ("--training.local_batch_size=1", "--training.no_disable_cuda_graphs"), 57.67),
     ("16b:27:fp8_flow", 4, ("--fp8_flow_moe.dispatch=symmetric",), 89.26),
-    ("qwen3_30b:5:fp8_flow", 1, (), 61.14),
 ]
 
 
