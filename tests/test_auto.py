@@ -127,7 +127,6 @@ def test_ranks_ask_each_other_once_a_step(monkeypatch, mine, others):
 
 
 ONCE_ALL_FIT = "all-to-all, and over symmetric memory once all rows fit"
-IF_A_NODE = ", if the 32 ranks share a node"
 
 
 # The experts' ranks and those of their hidden dims, a node's ranks if a launcher tells, GPUs.
@@ -135,30 +134,31 @@ IF_A_NODE = ", if the 32 ranks share a node"
     ("auto", (2, 1), "2", 0, ONCE_ALL_FIT),
     ("auto", (2, 2), "2", 0, "all-to-all: 4 ranks share the experts and a node has 2"),
     ("symmetric", (2, 1), "2", 0, "symmetric memory"),
-    ("auto", (32, 1), None, 0, ONCE_ALL_FIT + IF_A_NODE),
-    ("auto", (32, 1), None, 8, "all-to-all: 32 ranks share the experts and a node has 8"),
-    ("auto", (32, 1), None, 64, ONCE_ALL_FIT + IF_A_NODE),
-    ("symmetric", (32, 1), None, 8, "symmetric memory" + IF_A_NODE),
+    ("auto", (4, 1), "6", 0, "all-to-all: 4 ranks share the experts and a node has 6"),
+    ("auto", (3, 1), "6", 6, ONCE_ALL_FIT),
+    ("auto", (32, 1), None, 64, "all-to-all: LOCAL_WORLD_SIZE does not say how many ranks a node has"),
+    ("symmetric", (32, 1), None, 8, "symmetric memory, if the 32 ranks share a node"),
     ("all_to_all", (32, 1), None, 0, "all-to-all"),
-    ("auto", (2, 1), None, -2, "all-to-all: a GPU cannot access another one's memory"),
+    ("auto", (2, 1), "2", -2, "all-to-all: a GPU cannot access another one's memory"),
 ])  # fmt: skip
 def test_which_jobs_may_take_symmetric_memory(monkeypatch, dispatch, shards, ranks, gpus, way):
-    """A negative number of GPUs cannot read each other. A dry run knows no node; a job may have a reason of its own."""
+    """Those with MoE layers in FP8. A negative number of GPUs cannot read each other. A dry run knows no node."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: abs(gpus))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: gpus > 0)
     config, layout = Fp8FlowMoEConfig(dispatch=dispatch), preflight.ExpertLayout(*shards, 1, 64)
-    assert auto_dispatch.prepare(config, layout, None) == f"dispatch over {way}"
+    assert auto_dispatch.prepare(config, layout, None, 1) == f"dispatch over {way}"
     assert auto.is_enabled() == way.startswith(ONCE_ALL_FIT)
-    assert auto_dispatch.prepare(config, layout._replace(expert_shards=1), None) == "" and not auto.is_enabled()
+    for none in ((layout._replace(expert_shards=1), None, 1), (layout, None, 0)):
+        assert auto_dispatch.prepare(config, *none) == "" and not auto.is_enabled()
     if dispatch == "auto":
-        assert auto_dispatch.prepare(config, layout, "its reason") == "dispatch over all-to-all: its reason"
+        assert auto_dispatch.prepare(config, layout, "its reason", 1) == "dispatch over all-to-all: its reason"
         assert not auto.is_enabled()
     with preflight.for_other_machines():
         ends = "" if dispatch == "all_to_all" else f", if the {shards[0] * shards[1]} ranks share a node"
-        assert auto_dispatch.prepare(config, layout, None).endswith(ends) and not auto.is_enabled()
+        assert auto_dispatch.prepare(config, layout, None, 1).endswith(ends) and not auto.is_enabled()
 
 
 @pytest.mark.parametrize("where", ["dataloader", "forward"])

@@ -154,18 +154,25 @@ def test_other_files(export, tmp_path):
 
 @pytest.mark.parametrize("name", [EXPERT, f"{EXPERT}_scale_inv", NORM])
 def test_verify_finds_what_differs(export, tmp_path, name):
-    """One byte, a shape, a tensor, a file that is cut; of shards and of the source."""
+    """One byte, a shape, a tensor, a config, a file that is cut; of shards and of the source."""
     folder, out = write(tmp_path / "hf", model()), tmp_path / "out"
     export(folder, out)
     assert "verified: 43 tensors" in export(folder, out, "--verify-only")
-    tensors, right = load(out), load(out)
+    tensors, right, config = load(out), load(out), (out / "config.json").read_text()
     tensors[name].view(torch.uint8)[-1:].bitwise_xor_(1)
     for changed in (tensors, lose(name)(right), right | {name: right[name].unsqueeze(0)}):
         save_file(changed, out / SHARD)
         with refused(f"error: {name} is missing, or differs", error=SystemExit):
             export(folder, out, "--verify-only")
+    save_file(right | {"more": torch.zeros(1)}, out / SHARD)
+    with refused("has 44 tensors, and the checkpoint's are 43", error=SystemExit):
+        export(folder, out, "--verify-only")
+    (out / "config.json").write_text("{}")
+    with refused("config.json has another quantization_config", error=SystemExit):
+        export(folder, out, "--verify-only")
     for file in (out / SHARD, folder / "model.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
+        (out / "config.json").write_text(config)
         with refused("error: Error while deserializing header", error=SystemExit):
             export(folder, out, "--verify-only")
 
@@ -357,6 +364,7 @@ REFUSALS: list[tuple[str, Callable[[State], State], dict[str, Any], str, str]] =
     ("dcp", lose(), {}, "--model.flavor debugmodel", "not a checkpoint of deepseek_v3 debugmodel ... config of its"),
     ("dcp", lose(), {}, f"--model.flavor=odd {TP2}", "parts of [192, 256] on 2 tensor-parallel ranks ... filter_fqns"),
     ("dcp", lose(), {}, "--model.converters=float8", f"{TOML} does not name the converter: add --job.cus"),
+    ("dcp", lose(), {}, "--model.converters=fp8_flow_moe,odd", "KeyError: 'odd'"),
     ("job", lose(JOB_NORM), {}, FROM_BF16, f"{TINY_SAYS} {JOB_NORM}, None instead of (256,)"),
     ("job", put(JOB_LAST, tensor(256, 64)), {}, FROM_BF16, f"{TINY_SAYS} {JOB_LAST}, (256, 64) instead of (256, 256)"),
     ("job", put("model.extra", tensor(4)), {}, FROM_BF16, f"{TINY_SAYS} model.extra, (4,) instead of None"),

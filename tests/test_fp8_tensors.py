@@ -127,8 +127,8 @@ def untied():
 
 REFUSALS = [
     (untied, {}, "lm_head.weight differs from model.embed_tok"),
-    (tiny_qwen3, dict(quantize=["missing"]), "nothing is quantized"),
-    (lambda: torch.nn.ModuleDict({"w": torch.nn.Linear(4, 4)}), dict(adapter=Adapter), "nothing is quantized"),
+    (tiny_qwen3, dict(quantize=["up_proj", "missing"]), "no matrix has 'missing' in its name"),
+    (lambda: torch.nn.ModuleDict({"w": torch.nn.Linear(4, 4)}), dict(adapter=Adapter), "'.experts.' ... set quantize"),
     (lambda: experts(lora=True), dict(adapter=Adapter), "moe.lora_A.w1 is an adapter"),
     (lambda: experts(stored=True), dict(adapter=Adapter), "moe.w13 is stored in FP8; send the"),
     (lambda: sharded(0), dict(adapter=Adapter), "fp32 and sharded ... set quantized_from"),

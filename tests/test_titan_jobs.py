@@ -70,7 +70,7 @@ REFUSED: list[tuple] = [
     ("", 16, {}, GATHER, {}, "8 experts do not divide over 1 expert-parallel x 16 FSDP"),
     ("", 8, EP2, GATHER, {}, None),
     ("", 1, {}, {}, {"dim": 200}, "layers.1.moe: model dim 200"),
-    ("", 1, {}, {}, {"hidden_dim": 200}, "layers.1.moe: hidden dim 200 over 1"),
+    ("", 1, {}, {}, {"hidden_dim": 200}, "layers.1.moe: hidden dim 200 is no multiple"),
     ("", 16, degrees(tensor=16), {}, {"hidden_dim": 1408},  # 88 * 16, which 16 ranks cannot share
      "16 tensor-parallel ranks is no multiple of 16; leave the layer in bf16 with fp8_flow_moe.filter_fqns, or lower"),
     ("", 1, {}, {"filter_fqns": ["layers.1.", "layers.7."]}, {}, "filter_fqns has 'layers.7.'"),

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_fp8moe import ops
 from titan_fp8moe.export_fp8.files import Checkpoint, Export, open_folder
@@ -111,7 +112,9 @@ def main() -> None:
         if args.verify or args.verify_only:
             said = f"{export.verify(args.out)} tensors are the checkpoint's, bit for bit after these roundings"
             print(f"verified: {said}; it has what config.json states of {', '.join(compared)}")
-    except (AssertionError, ImportError, OSError, SafetensorError, ValueError) as error:
+    except KeyError as error:  # a name that torchtitan does not know, such as a converter's
+        sys.exit(f"error: KeyError: {error}")
+    except (AssertionError, CheckpointException, ImportError, OSError, SafetensorError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 

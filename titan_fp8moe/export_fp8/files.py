@@ -167,15 +167,20 @@ class Export:
         The quantization is :mod:`titan_fp8moe.recipe` on the CPU, the specification of what training computes.
 
         Raises:
-            ValueError: for the first difference.
-            OSError: for a file that is missing.
+            ValueError: for the first difference, of config.json's ``quantization_config`` too.
+            OSError: for a file that is missing. config.json is where the export was interrupted.
         """
+        config, key = json.loads((out / "config.json").read_bytes()), "quantization_config"
+        if config.get(key) != self.config[key]:
+            raise ValueError(f"{out / 'config.json'} has another {key} than this export; export again")
         written, compared = open_folder(out).tensors, 0
         for found in self.tensors(recipe.quantize_weight):
             for name, want in found.items():
                 if name not in written or not same(written[name], want):
                     raise ValueError(f"{name} is missing, or differs from the checkpoint's; export again")
                 compared += 1
+        if len(written) != compared:
+            raise ValueError(f"{out} has {len(written)} tensors, and the checkpoint's are {compared}; export again")
         return compared
 
 

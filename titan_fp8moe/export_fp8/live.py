@@ -72,22 +72,29 @@ def fp8_tensors(
     fp8, parts = {plain_name(name) for name in names}, quantize or ([] if decides else [ROUTED])
 
     def tensors() -> Iterator[dict[str, Tensor]]:
-        found = quantize is None and decides
         for key, value in state.items():
             if value.dtype == torch.uint8 and key in fp8:  # Fp8RoutedExperts' bytes
                 raise ValueError(f"{key} is stored in FP8; send the tensors of the checkpoint that it was loaded from")
-            stored = value.dtype == FP8
-            found |= stored
             for name, part in _parts(key, value, to_hf, gather):
-                precision = None
                 chosen = (quantize is None and key in fp8) or any(string in name for string in parts)
-                if chosen and not stored and is_matrix(name, part):
-                    precision, found = _precision(name, value, quantized_from), True
+                chosen = chosen and value.dtype != FP8 and is_matrix(name, part)
+                precision = _precision(name, value, quantized_from) if chosen else None
                 yield exported(name, part, precision, ops.quantize_weight, stays_fp32(name))
-        if not found:
-            raise ValueError("nothing is quantized: no module is FP8, and quantize or .experts. matches no matrix")
 
+    stored = quantize is None and any(value.dtype == FP8 for value in state.values())
+    without_match = [] if stored or not parts else _without_match(parts, state, to_hf)
+    if without_match:
+        why = "; correct quantize" if quantize else ", and no module of the model is FP8; set quantize"
+        raise ValueError(f"no matrix has {', '.join(map(repr, without_match))} in its name{why}")
     yield from buckets(tensors(), bucket_bytes)
+
+
+def _without_match(parts: Sequence[str], state: dict[str, Tensor], to_hf: Callable[[dict], dict]) -> list[str]:
+    """Those of ``parts`` that are in no matrix's name."""
+    metas = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in state.items() if t.dim() > 1}
+    tensors = (item for key, meta in metas.items() for item in to_hf({key: meta}).items())
+    names = [name for name, tensor in tensors if is_matrix(name, tensor)]
+    return [part for part in parts if not any(part in name for name in names)]
 
 
 def _precision(name: str, value: Tensor, quantized_from: Any) -> torch.dtype:

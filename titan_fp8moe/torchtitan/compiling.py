@@ -131,8 +131,9 @@ def _by_blocks(apply_compile: Callable[..., None]) -> Callable[..., None]:
             block = layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer
             kind = "MoE" if _has_moe(block) else "dense"
             if (reason := why_submodules(block)) is not None:
-                way = f"{kind} blocks {{}} compile by submodules: {reason}"
-                layers[name] = layer  # torchtitan compiles parts of MoE blocks in place; dense ones stay eager
+                how = "compile by submodules" if kind == "MoE" else "stay eager"
+                way = f"{kind} blocks {{}} {how}: {reason}"
+                layers[name] = layer  # of MoE blocks torchtitan compiles parts in place
             elif (reason := why_eager(block)) is not None:
                 way = f"{kind} blocks {{}} compile as one graph up to the FFN: {reason}"
                 _compile_before_ffn(block, compiled)

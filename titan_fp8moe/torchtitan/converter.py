@@ -72,12 +72,12 @@ class Fp8FlowMoEConverter(ModelConverter):
             why_not_ffn=self._why_not_fp8,
             check_linear=self._check_linear,
         )
-        way = auto_dispatch.prepare(self.config, self.layout, self.why_all_to_all)
-        announce(plan, self.config, logger, way)
         fp8 = [part for part in plan if part.reason is None]
+        num_layers = sum(part.kind == MOE for part in fp8)
+        way = auto_dispatch.prepare(self.config, self.layout, self.why_all_to_all, num_layers)
+        announce(plan, self.config, logger, way)
         if fp8:
             prepare_torchtitan()
-            metrics.look_after_each_step()
             patches.log()
         converted = {part.name for part in fp8}
         # Clipping needs all gradients on one mesh, and bf16 experts are on FSDP's.

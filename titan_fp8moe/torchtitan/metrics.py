@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
@@ -17,12 +17,10 @@ _watching: list[NanWatch] = []
 
 
 def watch(layers: dict[str, nn.Module]) -> None:
-    """Gives the layers NaN flags, in the order of the forward. Those of an earlier model are forgotten."""
+    """Gives the layers NaN flags, in the order of the forward. Those of an earlier model are forgotten.
+
+    Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged."""
     _watching[:] = [NanWatch(list(layers), layers, utils.device_type, logger)]
-
-
-def look_after_each_step() -> None:
-    """Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged."""
     patches.wrap(MetricsProcessor, "should_log", _looking, checked_on="torchtitan 0.2.2")
 
 
@@ -33,7 +31,8 @@ def _looking(should_log: Callable[..., bool]) -> Callable[..., bool]:
             nan_watch.after_step(cast(list[nn.Module], self.model_parts), step)
         if statistics.collecting():
             log_statistics(self, step, utils.device_type)
-        every = cast(Any, self.job_config).fp8_flow_moe.statistics_every
+        settings = getattr(self.job_config, "fp8_flow_moe", None)  # a later job may be without
+        every = settings.statistics_every if settings is not None else 0
         if every and (step + 1) % every == 0:
             statistics.collect()
         return should_log(self, step)

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -83,12 +84,11 @@ def _ahead(train_step: Callable[..., None]) -> Callable[..., None]:
             tree_map_only(Tensor, lambda tensor: tensor.record_stream(computing), batch)
             return compute(**batch)
 
-        self.forward_backward_step = forward_backward_step
         try:
-            return train_step(self, batches())
+            with mock.patch.object(self, "forward_backward_step", forward_backward_step):
+                return train_step(self, batches())
         finally:
             torch.cuda.set_stream(computing)
-            del self.forward_backward_step
             sent.synchronize()  # the next step's loader may write to the same pinned memory
 
     return wrapper

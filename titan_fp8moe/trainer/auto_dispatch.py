@@ -19,14 +19,15 @@ _CPU = torch.device("cpu")
 _COUNTS = "tokens_per_expert", "tokens_per_expert_E"  # of torchtitan 0.2.2's and 0.3.0's MoE layers
 
 
-def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: str | None) -> str:
+def prepare(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: str | None, layers: int) -> str:
     """Allows or forbids symmetric memory in this process; says how tokens travel, for logs.
 
     Args:
         reason: why the job excludes symmetric memory, or None.
+        layers: how many MoE layers are in FP8.
     """
     auto.disable()
-    way, changes = describe(config, layout, reason)
+    way, changes = describe(config, layout, reason) if layers else ("", False)
     if changes and preflight.trains_here():
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         auto.enable(device)
@@ -51,10 +52,13 @@ def describe(config: Fp8FlowMoEConfig, layout: preflight.ExpertLayout, reason: s
 
 def _why_all_to_all(layout: preflight.ExpertLayout) -> str | None:
     ranks = layout.expert_shards * layout.hidden_dim_shards
-    devices = range(torch.cuda.device_count() if preflight.trains_here() else 0)
-    here = preflight.ranks_of_a_node() or len(devices) or ranks
-    if ranks > here:
+    if not preflight.trains_here():
+        return None
+    if (here := preflight.ranks_of_a_node()) is None:
+        return "LOCAL_WORLD_SIZE does not say how many ranks a node has"
+    if here % ranks:
         return f"{ranks} ranks share the experts and a node has {here}"
+    devices = range(torch.cuda.device_count())
     if any(a != b and not torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices):
         return "a GPU cannot access another one's memory"
     return None

@@ -105,7 +105,8 @@ def why_not_fp8_dims(dim: int, hidden_dim: int, hidden_dim_shards: int) -> str |
     if dim % STEP:
         return f"model dim {dim} is no multiple of {STEP}"
     if hidden_dim % (STEP * hidden_dim_shards):
-        return f"hidden dim {hidden_dim} over {hidden_dim_shards} tensor-parallel ranks is no multiple of {STEP}"
+        over = f" over {hidden_dim_shards} tensor-parallel ranks" if hidden_dim_shards > 1 else ""
+        return f"hidden dim {hidden_dim}{over} is no multiple of {STEP}"
     return None
 
 
@@ -205,13 +206,13 @@ def ranks_of_a_node() -> int | None:
 
 
 def check_dispatch(config: Fp8FlowMoEConfig, layout: ExpertLayout) -> None:
-    """Symmetric memory needs all ranks of a group on one node."""
+    """Symmetric memory needs all ranks of each group on one node."""
     local_ranks, ranks = ranks_of_a_node(), layout.expert_shards * layout.hidden_dim_shards
-    if config.dispatch == "symmetric" and local_ranks is not None and ranks > local_ranks:
+    if config.dispatch == "symmetric" and local_ranks is not None and local_ranks % ranks:
         raise ValueError(
             f'fp8_flow_moe.dispatch = "{config.dispatch}" needs all expert-parallel ranks on one node, but {ranks} '
-            f"ranks share the experts and a node has {local_ranks}; lower "
-            'parallelism.expert_parallel_degree, or set fp8_flow_moe.dispatch = "all_to_all"'
+            f"ranks share the experts and a node has {local_ranks}; choose a "
+            'parallelism.expert_parallel_degree that divides these, or set fp8_flow_moe.dispatch = "all_to_all"'
         )
 
 
