@@ -1,5 +1,6 @@
 """Layers in graphs: sizes that a graph does not know, such as the number of tokens that a mask selects; fake tensors;
-programs of torch.export, which run and do not train; graphs that ``aot_compile`` saves for another process."""
+programs of torch.export, which run and do not train; graphs that ``aot_compile`` saves for another process; and CUDA's.
+"""
 
 from pathlib import Path
 
@@ -9,9 +10,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.torch_version import TorchVersion
 
-from tests.layer import DEVICE, refused
-from tests.processes import call
-from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, SharedExperts, grouped_ffn, grouped_mm
+from tests.layer import DEVICE, assert_equal, gradients, make_layer, refused
+from tests.processes import call, run_script
+from titan_fp8moe import (
+    Fp8FlowLinear,
+    Fp8FlowMoEConfig,
+    RoutedExperts,
+    SharedExperts,
+    grouped_ffn,
+    grouped_mm,
+    routed_experts,
+)  # fmt: skip
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.weights import ExpertWeights
 
@@ -158,3 +167,47 @@ def test_saved_graphs_keep_no_weights(tmp_path: Path):
     """The copies would be another process's: its graph quantizes the weights in each call."""
     call(save_compiled, tmp_path)
     assert call(load_compiled, tmp_path) == []
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+def test_example_of_a_cuda_graph():
+    done = run_script("examples/cuda_graph.py", gpu=torch.cuda.is_available())
+    if torch.cuda.is_available():
+        assert done.returncode == 0 and "17 replays equal eager steps bit for bit" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1 and "CUDA graphs need a GPU" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "activation", "experts"])
+def test_replays_with_new_routings(recompute):
+    """Forward and all gradients, bit for bit, for any distribution of tokens over experts."""
+    config = Fp8FlowMoEConfig(recompute=recompute)
+    x, scores, ids, weights = make_layer()
+    leaves, dout = [t.requires_grad_() for t in (x, scores, *weights)], torch.randn_like(x)
+
+    def layer(x, scores, *weights):
+        return routed_experts(x, *weights, ids, scores, config=config)
+
+    def step():
+        out = layer(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        results = step()
+    spread = torch.rand(len(x), weights[0].shape[0], device="cuda").topk(ids.shape[1]).indices
+    some = spread.masked_fill(torch.rand_like(scores) < 0.5, -1)
+    for routing in (spread, some, torch.zeros_like(ids)):
+        with torch.no_grad():
+            ids.copy_(routing)
+            for leaf in leaves:
+                leaf.copy_(torch.randn_like(leaf) / 8)
+        graph.replay()
+        assert_equal(results, gradients(layer, leaves, dout))

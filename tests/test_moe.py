@@ -1,4 +1,4 @@
-"""The whole layer: ids that are spread evenly or wrong, and scores in bf16. tests/test_any_layer.py has numbers."""
+"""The whole layer, FFNs and linears. tests/test_any_layer.py has their numbers."""
 
 import subprocess
 import sys
@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from experiments.reference import relative_error
-from tests.layer import DEVICE, D, E, H, apply_layer, assert_equal, make_layer
+from tests.layer import DEVICE, CastCounter, D, E, H, apply_layer, assert_equal, make_layer, refused
 from tests.test_any_layer import PLAIN, Tensors, ours
 from titan_fp8moe import RoutedExperts, dispatch, routed_experts
 from titan_fp8moe.config import Fp8FlowMoEConfig
+from titan_fp8moe.layer.group import feed_forward, linear
 from titan_fp8moe.layer.weights import ExpertWeights
+
+DEFAULTS = Fp8FlowMoEConfig()
 
 
 def test_tokens_are_spread_evenly_inside_a_context_only():
@@ -60,7 +63,7 @@ def test_ids_that_are_no_experts_are_refused(wrong, group):
         with pytest.raises(ValueError, match=rf"topk_ids has \[{wrong}\]"):
             call()
     if abs(wrong) < 2**31:
-        got = apply_layer(x, ExpertWeights(*weights), ids, scores, config=Fp8FlowMoEConfig(), check_ids=False)
+        got = apply_layer(x, ExpertWeights(*weights), ids, scores, config=DEFAULTS, check_ids=False)
         assert torch.equal(got, want)
 
 
@@ -90,3 +93,44 @@ run(), torch.cuda.synchronize()
     assert result.returncode and "valid ids passed" in result.stdout
     assert "topk_ids: an id is neither -1 nor one of the experts'" in result.stderr
     assert "device-side assert" in result.stderr
+
+
+# --- FFNs and linears -------------------------------------------------------------------------------------------------
+
+
+def make_dense(dtype=torch.float32):
+    """x of 200 tokens; an FFN, whose hidden size is padded, and a linear, as functions of it."""
+    shapes = (2, 100, D), (176, D), (D, 176), (176, D), (128, D)
+    x, *weights, w = ((torch.randn(s, device=DEVICE) * 0.05).to(dtype).requires_grad_() for s in shapes)
+    return x, (lambda x: feed_forward(x, ExpertWeights(*weights), DEFAULTS), lambda x: linear(x, w, DEFAULTS))
+
+
+def test_only_what_is_needed_is_computed():
+    x, w = torch.randn(50, 256, device=DEVICE), torch.randn(128, 256, device=DEVICE)
+    for needed, op in ((x, "grouped_mm_wgrad"), (w, "quantize_weight_transposed")):
+        out = linear(x.clone().requires_grad_(needed is x), w.clone().requires_grad_(needed is w), DEFAULTS)
+        with CastCounter() as counter:
+            out.sum().backward()
+        assert counter.ops[op] == 0 and counter.ops["quantize_group"] == 1
+        assert (counter.ops["grouped_mm"], counter.ops["grouped_mm_wgrad"]) == ((1, 0) if needed is x else (0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_outputs_can_change_in_place(dtype):
+    """As those of ``nn.Linear``: by an activation or a residual."""
+    x, layers = make_dense(dtype)
+    for layer in layers:
+        (want,), (got,) = (torch.autograd.grad(out.sum(), x) for out in (layer(x).relu(), layer(x).relu_()))
+        assert torch.equal(got, want) and layer(x).shape[:2] == x.shape[:2]
+
+
+def test_autocast_and_evaluation():
+    x, layers = make_dense()
+    for layer in layers:
+        want = layer(x)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        with refused("the result would be torch.float16"), torch.autocast(DEVICE, torch.float16):
+            layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), want)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_fp8moe"
 TIMEOUT = 400  # seconds for the tests of one mutation; one that hangs is noticed
-CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_costs.py", "test_dense.py"]
+CORE = ["test_any_layer.py", "test_moe.py", "test_ops.py", "test_recipe.py", "test_costs.py"]
 ADAPTER = ["test_titan_jobs.py", "test_converter.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
@@ -87,8 +87,8 @@ TESTS = {
     "nn/grouped": ["test_grouped.py", "test_refusals.py"],
     "nn/routing_replay": ["test_routing_replay.py"],
     "nn/parallel": ["test_parallel.py", "distributed/test_parallel.py"],
-    "nn/linear": ["test_dense.py", "test_dtensors.py"],
-    "nn/modules": ["test_public_api.py", "test_dense.py", "test_fp8_weights.py", "test_cache.py"],
+    "nn/linear": ["test_moe.py", "test_parallel.py"],
+    "nn/modules": ["test_public_api.py", "test_moe.py", "test_fp8_weights.py", "test_cache.py"],
     "ops/backend": ["test_ops.py", "test_moe.py", "test_graphs.py"],
     "ops/self_check": ["test_doctor.py"],
     "spec": ["test_refusals.py", *CORE],
