@@ -130,15 +130,6 @@ def test_module_saves_and_merges_its_adapters():
     module.add_lora(8, 8)
 
 
-def test_module_on_the_meta_device():
-    """As large models are made: parameters get their values at the end."""
-    module = RoutedExperts(E, D, H, device="meta")
-    module.add_lora(8, 8)
-    module = module.to_empty(device=DEVICE)
-    module.reset_parameters()
-    assert module.lora_A["w2"].any() and not module.lora_B["w2"].any() and module.w1.any()
-
-
 def test_module_refuses(group):
     for weights, options in (("gate",), {}), ("w1", {}), (["w3"], dict(activation="relu2")):
         with refused("", error=KeyError):

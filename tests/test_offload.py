@@ -2,14 +2,10 @@
 
 import contextlib
 import copy
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import sleep
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,24 +274,6 @@ def test_interrupted_copy(offloaded):
         with pytest.raises(KeyboardInterrupt):
             here(*inputs)
         assert_equal(step(here, inputs), want)
-
-
-def test_two_threads():
-    """No thread takes a layer before another has read its own."""
-    there, here = Layers(), Layers()
-    offload_experts(here, "cpu")
-    experts = here.layers[0].fp8_host.experts
-
-    def current_stream(device: torch.device) -> torch.Stream:
-        sleep(0.005)  # between a copy and its use, lets the other thread run
-        return torch.cpu.current_stream(device)
-
-    experts.runtime = SimpleNamespace(**vars(torch.cpu) | dict(current_stream=current_stream))
-    inputs = [make_inputs(), make_inputs()]
-    with ThreadPoolExecutor(2) as pool:
-        found = [*pool.map(functools.partial(step, here), inputs)]
-    for got, given in zip(found, inputs, strict=True):
-        assert_equal(got, step(there, given))
 
 
 def test_again_after_adapters(offloaded):

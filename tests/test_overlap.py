@@ -209,18 +209,6 @@ def test_rows_that_are_not_kept_are_freed(group, monkeypatch, recompute, exchang
     assert lifetimes.calls == expected
 
 
-@pytest.mark.gpu
-def test_another_than_the_default_stream(group):
-    with torch.device("cuda"):
-        layer, side = small_layer("plain", Fp8FlowMoEConfig(dispatch="all_to_all"), group), torch.cuda.Stream()
-    want = gradients(layer)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        got = gradients(layer)
-    torch.cuda.synchronize()
-    assert_equal(got, want)
-
-
 FAILING = [("symmetric", FFN, "product", call) for call in range(8)]  # of the forward's four and the backward's
 FAILING += [("all_to_all", ops.quantize, "quantize_weights", 0)]
 FAILING += [("all_to_all", ops, f"swiglu_quantize{of}", 0) for of in ("", "_backward")]

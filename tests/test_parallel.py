@@ -7,14 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.layer import DEVICE, refused
-from tests.processes import call
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, Fp8Weight, RoutedExperts, clip_grad_norm_, parameter_groups
 from titan_fp8moe.nn import parallel
 
@@ -56,6 +54,7 @@ def test_a_mesh_follows_the_weights(group, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         experts = RoutedExperts(4, 128, 128, ep_group=group, device="meta", dtype=torch.bfloat16)
+        adapted = RoutedExperts(4, 128, 128, device="meta")
     weight = experts.w1
     assert weight.is_meta and weight.device_mesh.device_type == "cuda"
     experts.w2.requires_grad = False
@@ -64,6 +63,9 @@ def test_a_mesh_follows_the_weights(group, monkeypatch):
     assert not experts.w2.requires_grad and weight.requires_grad and weight.dtype == torch.bfloat16
     assert 0.99 < float(weight.detach().to_local().abs().max()) * 128**0.5 <= 1.01
     step(experts)
+    adapted.add_lora(8, 8)
+    adapted.to_empty(device="cpu").reset_parameters()
+    assert adapted.w1.any() and adapted.lora_A["w2"].any() and not adapted.lora_B["w2"].any()
     experts.float()
     assert experts.w1.dtype == experts.w1.grad.dtype == torch.float32
 
@@ -128,17 +130,3 @@ def test_weights_that_fsdp_has_not_gathered(group):
     for module in (experts, spread, stored, linear):
         with pytest.raises(RuntimeError, match="call the module that FSDP wraps"):
             module(x) if module is linear else module(x, ids, torch.ones(8, 1, device=DEVICE))
-
-
-def shape_of_unequal_parts() -> tuple[int, ...]:
-    """Of a linear's output for three tokens of two ranks. For a process of its own."""
-    dist.init_process_group("fake", rank=0, world_size=2)
-    mesh, linear = init_device_mesh("cpu", (2,)), Fp8FlowLinear(128, 256)
-    linear.weight = nn.Parameter(DTensor.from_local(linear.weight.detach(), mesh, [Replicate()], run_check=False))
-    whole = torch.empty(1, 3, 128)
-    mine = dict(shape=whole.shape, stride=whole.stride(), run_check=False)
-    return tuple(linear(DTensor.from_local(whole[:, :2], mesh, [Shard(1)], **mine)).shape)
-
-
-def test_ranks_with_unequal_parts():
-    assert call(shape_of_unequal_parts) == (1, 3, 256)

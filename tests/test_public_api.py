@@ -137,12 +137,10 @@ def flops(run):
 
 
 def test_flops_are_counted():
-    """Of all rows that there is room for; columns that are padded count. A backward multiplies twice as much,
-    besides the GEMM that it repeats."""
+    """Of all rows that there is room for. A backward multiplies twice as much, besides the GEMM that it repeats."""
     x, scores, ids, weights = make_layer()
     x, *weights = (t.requires_grad_() for t in (x, *weights))
-    narrow = [w[:, :112] if i != 1 else w[:, :, :112] for i, w in enumerate(weights)]
-    dense, part = (ExpertWeights(*(w[0] for w in ws)) for ws in (weights, narrow))
+    dense = ExpertWeights(*(w[0] for w in weights))
     lora = Lora(*(Adapter(w.new_zeros(E, 8, w.shape[2]), w.new_zeros(E, w.shape[1], 8), 1.0) for w in weights))
     rows, tokens, config = recipe.row_capacity(T * K, E), recipe.group_rows(T), Fp8FlowMoEConfig()
     one, both = rows * H * D, (rows + tokens) * H * D
@@ -152,11 +150,10 @@ def test_flops_are_counted():
     w_q, transposed = recipe.quantize_weight(weights[0].detach()), recipe.transpose_pair(*x_q, *dy_q, ends)
     for layer, forward, backward in (
         (lambda: routed_experts(x, *weights, ids, scores), 3 * one, 6 * one),
-        (lambda: routed_experts(x, *narrow, ids, scores), 3 * one, 6 * one),
         (lambda: routed_experts(x, *weights, ids, scores, config=again), 3 * one, 8 * one),
         (lambda: routed_experts(x, *weights, ids, scores, lora=lora), 3 * (one + 8 * rows * (H + D)), None),
         (lambda: routed_experts(x, *weights, ids, scores, shared=shared), 3 * both, 6 * both),
-        (lambda: feed_forward(x, part, config), 3 * tokens * H * D, 6 * tokens * H * D),
+        (lambda: feed_forward(x, dense, config), 3 * tokens * H * D, 6 * tokens * H * D),
         (lambda: linear(x, dense.w1, config), tokens * H * D, 2 * tokens * H * D),
         (lambda: grouped(*x_q, *w_q, ends, torch.bfloat16), 256 * H * D, None),  # whatever rows are in use
         (lambda: wgrad(*transposed[2:], *transposed[:2], ends, torch.bfloat16), 256 * H * D, None),

@@ -30,7 +30,7 @@ from experiments.reference import relative_error
 from tests.distributed.runner import ONE_CONNECTION, ONE_GPU, Place, gather_list, on_ranks, start
 from tests.layer import refused
 from tests.processes import run_workers, time_limit
-from tests.test_any_layer import BY_TOKEN, DEVICE, PLAIN, WAYS, Layer, Tensors, as_function, call_in, ours
+from tests.test_any_layer import BY_TOKEN, DEVICE, PLAIN, SHARED, WAYS, Layer, Tensors, as_function, call_in, ours
 from titan_fp8moe import Fp8FlowMoEConfig as Config
 from titan_fp8moe import check_room, ops, routed_experts
 from titan_fp8moe.dispatch import base
@@ -69,11 +69,11 @@ ROWS = {
     "missing": Row(SMALL, "missing"),
     "nan": Row(SMALL, nan="x"),
     "nan_gradient": Row(SMALL, nan="dout"),
-    "more_experts_than_tokens": Row(SMALL._replace(tokens=3, top_k=4, experts=256)),
+    "more_experts_than_tokens": Row(SMALL._replace(tokens=3, top_k=4, experts=64)),
     "uneven": Row(SMALL, "skewed", (50, 140, 230, 320)),
     "uneven_one_expert": Row(FP8_H, "one_expert", (50, 140, 230, 320)),
     "rank_without_tokens": Row(AGAIN._replace(score_before_experts=True), "uniform", (0, 140, 230, 320)),
-} | {f"seed_{seed}": drawn(seed) for seed in range(16) if Layer.draw(seed).entry in ("routed_experts", "RoutedExperts")}
+} | {f"seed_{seed}": drawn(seed) for seed in range(15) if Layer.draw(seed).entry in ("routed_experts", "RoutedExperts")}
 
 
 def choose(routing: str, tokens: int, layer: Layer) -> Tensor:
@@ -106,11 +106,10 @@ def of_all(row: Row) -> tuple[Tensors, slice]:
 def part(layer: Layer, tensors: Tensors, tokens: slice, rank: int) -> Tensors:
     """What of it is a rank's, for some tokens."""
     E = layer.experts // dist.get_world_size()
-    shared = ("shared1", "shared2", "shared3")
-    leaves = {
-        name: t[tokens] if name in BY_TOKEN else t if name in shared else t[rank * E : (rank + 1) * E]
-        for name, t in tensors.leaves.items()
-    }
+    leaves = dict(tensors.leaves)
+    for name, t in leaves.items():
+        if name not in SHARED:
+            leaves[name] = t[tokens] if name in BY_TOKEN else t[rank * E : (rank + 1) * E]
     return Tensors(leaves, tensors.ids[tokens], tensors.dout[tokens])
 
 
@@ -179,9 +178,9 @@ def two_layers(run: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
 def test_ranks_equal_one_process(row: Row) -> None:
     """Both dispatches, the second also where two layers are recomputed in their backward. Deterministic algorithms fill
     new memory, on the layer's stream: not over what has arrived."""
-    tensors, mine = of_all(row)
-    want, inputs = expected(row.layer, tensors, mine), part(row.layer, tensors, mine, dist.get_rank())
-    got = ours(over(row.layer, "all_to_all"), inputs)
+    layer, (tensors, mine) = row.layer, of_all(row)
+    want, inputs = expected(layer, tensors, mine), part(layer, tensors, mine, dist.get_rank())
+    got = ours(over(layer, "all_to_all"), inputs)
     for name, t in got.items():
         if name in BY_TOKEN or "shared" in name:
             assert_bits({name: t}, {name: want[name]})
@@ -192,13 +191,13 @@ def test_ranks_equal_one_process(row: Row) -> None:
     if row.nan:
         assert_nan_of_one_token(row, tensors, got)
     if not row.uneven:
-        assert_bits(ours(over(row.layer, "symmetric"), inputs), got)
-    if not row.uneven and not row.nan:
+        assert_bits(ours(over(layer, "symmetric"), inputs), got)
+    if not row.uneven and row.routing in ("skewed", "idle_rank", "drawn"):
         torch.use_deterministic_algorithms(True, warn_only=True)
-        recomputed = functools.partial(functools.partial, call_in, WAYS[row.seed % 2], row.layer)
-        again = ours(over(row.layer, "symmetric"), inputs, lambda run, ids: two_layers(recomputed(run), ids))
+        recomputed = functools.partial(functools.partial, call_in, WAYS[row.seed % 2], layer)
+        again = ours(over(layer, "symmetric"), inputs, lambda run, ids: two_layers(recomputed(run), ids))
         torch.use_deterministic_algorithms(False)
-        assert_bits(again, ours(over(row.layer, "all_to_all"), inputs, two_layers))
+        assert_bits(again, ours(over(layer, "all_to_all"), inputs, two_layers))
 
 
 def mine(row: Row = Row()) -> Tensors:  # noqa: B008
@@ -206,7 +205,6 @@ def mine(row: Row = Row()) -> Tensors:  # noqa: B008
     return part(row.layer, tensors, tokens, dist.get_rank())
 
 
-BOTH = {"all_to_all": "all_to_all", "symmetric": "symmetric"}
 CPU_AND_GPU = 2, pytest.param(Place(4), marks=pytest.mark.slow, id="4"), ONE_GPU, ONE_CONNECTION
 
 
@@ -218,17 +216,18 @@ def direct() -> dict[str, Tensor]:
     return ours(over(SMALL, "all_to_all"), mine())
 
 
-@on_ranks(*CPU_AND_GPU, rows=BOTH)
+@on_ranks(*CPU_AND_GPU, rows={"all_to_all": "all_to_all", "symmetric": "symmetric"})
 def test_gradients_of_tokens_return_if_any_rank_needs_them(dispatch: str) -> None:
     """In the second all-to-all of a backward. Symmetric memory always has them."""
-    layer = over(SMALL, dispatch)
+    layer, counts = over(SMALL, dispatch), []
     want = ours(layer, mine())
-    for ranks, transfers in (([], 5), ([0], 5), (range(dist.get_world_size()), 4)):
+    for ranks in ([0], range(dist.get_world_size())):
         frozen = ("x", "scores") if dist.get_rank() in ranks else ()
         with mock.patch.object(ops, "start_all_to_all", side_effect=ops.start_all_to_all) as transfer:
             got = ours(layer._replace(frozen=frozen), mine())
         assert_bits(got, {name: t for name, t in want.items() if name not in frozen})
-        assert dispatch == "symmetric" or transfer.call_count == transfers
+        counts.append(transfer.call_count)
+    assert counts == ([5, 4] if dispatch == "all_to_all" else [0, 0])
 
 
 # --- faults, after which the ranks go on ------------------------------------------------------------------------------
@@ -311,15 +310,8 @@ def test_an_overflow_is_loud_before_a_weight_changes() -> None:
     out.sum().backward()
 
 
-class Broken(Exception):
-    """Raised on all ranks between a dispatch and its combine, as when memory is short."""
-
-
-PLACES = {  # whose so many-th call fails
-    "first_product": (FFN, "product", 0), "product_in_backward": (FFN, "product", 3),
-    "hidden_gradients": (FFN, "hidden_gradients", 0), "w2_grad": (FFN, "w2_grad", 0), "w13_grad": (FFN, "w13_grad", 0),
-    "pull_routing": (IMPL, "pull_routing", 0), "push_sums_in_backward": (IMPL, "push_sums", 1),
-}  # fmt: skip
+# Whose so many-th call fails; tests/test_overlap.py has the others on one rank.
+PLACES = {"product": (FFN, "product", 3), "pull": (IMPL, "pull_routing", 0), "push": (IMPL, "push_sums", 1)}
 
 
 @on_ranks(*CPU_AND_GPU, rows=PLACES)
@@ -329,10 +321,10 @@ def test_ranks_go_on_after_an_error_that_met_all(place: tuple) -> None:
 
     def broken(*args, **kwargs):
         if next(calls) == after:
-            raise Broken
+            raise torch.OutOfMemoryError
         return whole(*args, **kwargs)
 
-    with mock.patch.object(owner, name, broken), pytest.raises(Broken):
+    with mock.patch.object(owner, name, broken), pytest.raises(torch.OutOfMemoryError):
         symmetric()
     assert_bits(symmetric(), want)
 
