@@ -15,6 +15,8 @@ from tests.layer import DEVICE, assert_equal, generations, refused, saved_bytes
 from titan_fp8moe import Fp8FlowLinear, Fp8FlowMoEConfig, RoutedExperts, WeightCache, grouped_ffn, ops, recipe
 from titan_fp8moe.layer import operands as operands_module
 from titan_fp8moe.layer.experts import SAVED_OPS
+from titan_fp8moe.layer.run import run_layer
+from titan_fp8moe.layer.weights import ExpertWeights
 
 
 class GroupedFFN(torch.nn.Module):
@@ -365,14 +367,20 @@ def test_one_graph_of_a_student_and_a_teacher(trained):
 
 
 def test_threads():
-    """That call a frozen module at once, for the first time."""
-    for seed in range(4):
-        module, inputs = _make("both", False, seed)
-        want, start = copy.deepcopy(module)(*inputs), threading.Barrier(4)
+    """That call a frozen module at once with two sets of weights, and their backwards."""
+    module, (x, ids, scores) = _make("both", False)
+    student, start = module.for_layer(), threading.Barrier(4)
+    teacher = student._replace(weights=ExpertWeights(**_teacher(module)))  # functional_call would change the module
 
-        def call(_, module=module, inputs=inputs, start=start):
+    def run(experts):
+        leaf = x.detach().requires_grad_()
+        if experts.cache is not None:
             start.wait()
-            return module(*inputs)
+        out = run_layer(leaf, ids, scores, experts)
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaf)]
 
-        with ThreadPoolExecutor(4) as pool:
-            assert all(torch.equal(got, want) for got in pool.map(call, range(4)))
+    want = [run(experts._replace(cache=None)) for experts in (student, teacher)]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(run, [student, teacher] * 8)]
+    for index, got in enumerate(found):
+        assert_equal(got, want[index % 2])
