@@ -172,6 +172,17 @@ def test_symmetric_transfers_run_beside_the_layer(group, monkeypatch, watch):
     )
 
 
+def test_a_strided_bias_is_copied_before_its_transfer(group, monkeypatch):
+    """Which has a stream of its own, while PyTorch copies on that of the layer."""
+    strides, push = [], exchange.push_sums
+    monkeypatch.setattr(exchange, "push_sums", lambda *args: strides.append(args[-1].b2_ED.stride()) or push(*args))
+    x, ids, biases = torch.randn(9, 128), torch.randint(0, 4, (9, 1)), torch.randn(4, 128, 2)
+    weights, config = torch.randn(3, 4, 128, 128), Fp8FlowMoEConfig(dispatch="symmetric", dispatch_capacity=2)
+    b1, b2 = biases.unbind(2)
+    routed_experts(x, *weights, ids, torch.rand(9, 1), config=config, ep_group=group, b1=b1, b2=b2, b3=b1)
+    assert strides == [(128, 1)]
+
+
 def test_rows_from_shared_memory_are_freed(group, monkeypatch):
     """Rows in expert order after GEMM 1, as with an all-to-all: nothing holds them until the sums travel."""
     lifetimes = Lifetimes(monkeypatch, ["grouped_mm"])
