@@ -29,7 +29,7 @@ ADAPTER = ["test_titan_jobs.py", "test_converter.py"]
 # By the beginning of a path below titan_fp8moe: test files, those in kernels/ in Triton's interpreter.
 TESTS = {
     "kernels/gemm/": ["kernels/test_grouped_mm.py", "test_gemm_order.py", "test_launch.py", "test_gemm_compile.py"],
-    "kernels/launch": ["test_launch.py", "kernels/test_kernel_check.py"],
+    "kernels/launch": ["test_launch.py", "kernels/test_layer.py"],
     "kernels/permute": ["kernels/test_permute.py"],
     "kernels/quantize": ["kernels/test_quantize.py", "kernels/test_swiglu.py"],
     "kernels/routing": ["kernels/test_permute.py", "kernels/test_swiglu.py"],
