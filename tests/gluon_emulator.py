@@ -31,15 +31,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_fp8moe.kernels.gemm import forward, grouped_mm, hopper, wgrad
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
-from titan_fp8moe.recipe import BLOCK, FP8
+from titan_fp8moe.recipe import BLOCK
 
-TORCH_DTYPE = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp8e4nv": FP8,
-}
+TORCH_DTYPE = {str(theirs): ours for ours, theirs in gemm_launch.GLUON_DTYPE.items()}
+TORCH_DTYPE |= {"int32": torch.int32, "int64": torch.int64}
 
 
 # --- values and memory ------------------------------------------------------------------------------------------------
@@ -278,10 +273,6 @@ def store_wait(pendings: int) -> None:
         thread.stores.pop(0)()
 
 
-def fence() -> None:
-    thread.unfenced = False
-
-
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
@@ -328,9 +319,7 @@ def language_of(partitions: Partitions, num_ctas: int) -> tuple[SimpleNamespace,
         store=store,
         atomic_add=atomic_add,
         allocate_shared_memory=allocate,
-        warp_specialize=lambda parts, warps, registers: [
-            thread.partitions.append((function, args)) for function, args in parts
-        ],
+        warp_specialize=lambda parts, warps, registers: thread.partitions.extend(parts),
         inline_asm_elementwise=lambda asm, constraints, args, dtype, is_pure, pack: args[0],
     )
     operations = {name: getattr(Barrier, name) for name in ("init", "wait", "arrive", "expect")}
@@ -371,7 +360,7 @@ NEW = {
     "tma_store": store_slice,
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
-    "fence_async_shared": fence,
+    "fence_async_shared": lambda: setattr(thread, "unfenced", False),
     "partition_barrier": lambda: None,
 }
 

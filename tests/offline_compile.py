@@ -9,11 +9,8 @@ import functools
 import io
 import os
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,12 +20,13 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-from triton.compiler.compiler import make_backend
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor  # of plain Triton
 
 from titan_fp8moe.kernels.compile import NO_GPU, Pointer
+from titan_fp8moe.kernels.launch import Kernel, recording
+from titan_fp8moe.layer.weights import ExpertWeights
 from titan_fp8moe.recipe import BLOCK, E8M0, FP8
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -37,19 +35,27 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
-def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype in (torch.bfloat16, torch.float32))
+
+
+def each(function: Callable[[Any], Any], weights: Any) -> ExpertWeights:
+    return ExpertWeights(*map(function, weights))
+
+
+def matrices(E: int, H: int, D: int, dtype: torch.dtype = torch.bfloat16, form: str = "apart") -> ExpertWeights:
+    """Experts' weights: gate and up ``apart``, ``fused``, or ``turned``, which is fused and transposed; or a ``single``
+    projection."""
+    if form == "apart":
+        return each(lambda shape: meta(E, *shape, dtype=dtype), ((H, D), (D, H), (H, D)))
+    if form == "turned":
+        return each(lambda shape: meta(E, *shape, dtype=dtype).mT, ((D, 2 * H), (H, D)))
+    return each(lambda shape: meta(E, *shape, dtype=dtype), ((2 * H if form == "fused" else H, D), (D, H)))
 
 
 def rows(M: int, D: int) -> tuple[Tensor, Tensor]:
     """(M, D) e4m3 and column-major scales."""
     return meta(M, D, dtype=FP8), meta(D // BLOCK, M, dtype=E8M0).t()
-
-
-def no_driver(device: int = 0):
-    """A context in which launches find this current device."""
-    names = dict(_cuda_getDevice=lambda: device, _cuda_getCurrentRawStream=lambda device: f"stream {device}")
-    return patch.multiple(torch._C, create=True, **names)
 
 
 @dataclass
@@ -72,28 +78,32 @@ class Compiled:
         self.warnings = [line for line in self.log.splitlines() if "warning" in line.lower() or "C75" in line]
 
 
-def _ptxas(ptx: str, capability: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        target = ["--gpu-name", sm_arch_from_capability(capability)]
-        options = ["--regAllocOptLevel=2"] if TRITON >= (3, 7) else []  # as Triton calls it
-        command = [get_ptxas(capability).path, "-v", *options, *target, path, "-o", path.with_suffix(".cubin")]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
-
-
 class Launch(NamedTuple):
     """One recorded launch, with pointers in the place of meta tensors."""
 
-    kernel: JITFunction
+    kernel: Kernel
     grid: tuple[int, ...]
-    arguments: dict[str, Any]  # and options
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.kernel.__name__
+
+    @property
+    def path(self) -> str:
+        return f"{self.kernel.kernel.__module__}.{self.name}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By name, and options."""
+        return dict(zip(self.kernel.kernel.arg_names, self.args, strict=False)) | self.constants
 
     @property
     def key(self) -> tuple:
         """Launches that differ in it are compiled separately."""
-        _, specialization, options = _binder(self.kernel)(**self.arguments)
-        return self.kernel.__name__, compute_cache_key({}, specialization, options)
+        args = [Pointer.of(arg.base) if isinstance(arg, TensorDescriptor) else arg for arg in self.args]
+        return self.kernel, *self.kernel._key(0, args, self.constants)[0]
 
     def compile(self, capability: int = 90) -> Compiled:
         if (found := _compiled.get((capability, self.key))) is not None:
@@ -102,31 +112,31 @@ class Launch(NamedTuple):
         target = GPUTarget("cuda", capability, 32)
         device = dict(get_current_device=lambda: capability, get_current_target=lambda: target)
         gpu = SimpleNamespace(**vars(NO_GPU) | device)
-        with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        options = triton.knobs.nvidia, triton.knobs.compilation
+        with options[0].scope(), options[1].scope(), contextlib.redirect_stdout(io.StringIO()) as log:
             triton.knobs.nvidia.dump_ptxas_log = True
+            triton.knobs.compilation.always_compile = True  # a kernel in Triton's cache has no log
             with patch.object(driver, "_active", gpu):
-                compiled = self.kernel.warmup(grid=(1,), **self.arguments)
-        said = log.getvalue() or _ptxas(compiled.asm["ptx"], capability)  # nothing if it was in Triton's cache
-        found = Compiled(self.kernel.__name__, compiled.metadata.shared, compiled.asm, said)
+                compiled = self.kernel.compile(self.args, self.constants)
+        found = Compiled(self.name, compiled.metadata.shared, compiled.asm, log.getvalue())
         return _compiled.setdefault((capability, self.key), found)
 
 
 _compiled: dict[tuple, Compiled] = {}
-
-
-@functools.cache
-def _binder(kernel: JITFunction) -> Callable:
-    return create_function_from_signature(kernel.signature, kernel.params, make_backend(NO_GPU.get_current_target()))
+_wrapped = functools.cache(Kernel)  # the GEMMs of other GPUs are not
 
 
 def record_launches(function: Callable, *args: Any) -> list[Launch]:
     """Runs ``function`` on ``args`` (meta tensors) without launching anything; returns what it would launch."""
     launches = []
 
-    def run(kernel, *args, grid, warmup, **named):
-        args = (Pointer.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
-        launches.append(Launch(kernel, grid, dict(zip(kernel.arg_names, args, strict=False)) | named))
+    def record(kernel, grid, *args, **constants):
+        args = tuple(Pointer.of(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        launches.append(Launch(kernel, grid, args, constants))
 
-    with patch.object(JITFunction, "run", run), no_driver():
+    def record_plain(kernel, *args, grid, warmup, **constants):
+        record(_wrapped(kernel), grid, *args, **constants)
+
+    with patch.object(Kernel, "_launch", record), patch.object(JITFunction, "run", record_plain), recording():
         function(*args)
     return launches

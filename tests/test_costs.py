@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.layer import DEVICE, Allocated, CastCounter, D, Lifetimes, T, apply_layer, make_layer, saved_bytes
 from tests.specs import SETTINGS
-from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig, grouped_mm
+from titan_fp8moe import SAVED_OPS, Fp8FlowMoEConfig
 from titan_fp8moe.layer.group import feed_forward
 from titan_fp8moe.layer.run import Experts, run_layer
 from titan_fp8moe.layer.weights import ExpertWeights
@@ -162,11 +162,3 @@ def test_no_temporary_of_a_parameters_size(D, H, how):
     large = [made for made in mode.made if made[1] >= experts * D * H and made[2] in (torch.bfloat16, torch.float32)]
     # Gate's and up's gradients are one tensor.
     assert large == [("empty", n * experts * D * H, torch.bfloat16) for n in (1, 2)]
-
-
-def test_a_grouped_mm_casts_rows_twice():
-    """Its input's and its output's gradient's, whose columns, which the weight gradient needs, take no other cast."""
-    x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for s in ((64, 256), (2, 256, 128)))
-    with CastCounter() as counter:
-        grouped_mm(x, w, offs=torch.tensor([32, 64], dtype=torch.int32, device=DEVICE)).sum().backward()
-    assert counter.ops["quantize_rows"] == 2 and counter.ops["transpose_pair"] == 1

@@ -86,13 +86,13 @@ def test_wgrad(kernels, name, dtype):
     check(f"{name} {dtype}", kernels.grouped_mm_wgrad, *wgrad(M, E, N, K), dtype, *how)
 
 
-def test_other_numbers_of_rows_compile_nothing_new(kernels):
-    def specializations(M):
-        launches = record_launches(kernels.grouped_mm, *forward(M, 2, 384, 256), BF16)
-        launches += record_launches(kernels.grouped_mm_wgrad, *wgrad(M, 2, 384, 384), BF16)
-        return [launch.key for launch in launches]
-
-    assert all(specializations(M) == specializations(128) for M in (256, 384, 2048, 4224, 2**20))
+@pytest.mark.parametrize(("N", "K", "parts", "transposed"), [
+    (2048, 1408, 1, True), (2816, 1408, 2, False), (2816, 2048, 2, False), (1408, 1408, 1, False), (512, 128, 2, True),
+])  # fmt: skip
+def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transposed):
+    """tests/kernels/test_grouped_mm.py has the results of both."""
+    (launch,) = record_launches(gemms.grouped_mm_wgrad, *wgrad(512, 2, N, K), BF16, parts)
+    assert launch.arguments["TRANSPOSED"] == transposed
 
 
 @pytest.mark.parametrize("capability, shared_memory, instruction", [
@@ -100,7 +100,8 @@ def test_other_numbers_of_rows_compile_nothing_new(kernels):
     (120, 99 * 1024, r"mma\.sync\.\S*e4m3\.e4m3\."),
     (100, SHARED_MEMORY, r"tcgen05\.mma\.\S*kind::f8f6f4"),
 ])  # fmt: skip
-def test_plain_on_other_gpus(capability, shared_memory, instruction):
+def test_plain_on_other_gpus(monkeypatch, capability, shared_memory, instruction):
+    monkeypatch.setattr(gemms, "is_hopper", lambda x: False)
     sizes = 98304, 64, 2816, 2048
     launches = record_launches(gemms.grouped_mm, *forward(*sizes), BF16)
     launches += record_launches(gemms.grouped_mm_wgrad, *wgrad(*sizes), FP32)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.gluon_emulator import Partitions, Pointer, Value, language_of, patched
-from tests.offline_compile import record_launches
-from titan_fp8moe.kernels.gemm import forward, grouped_mm, wgrad
-from titan_fp8moe.recipe import BLOCK, E8M0, FP8
+from titan_fp8moe.kernels.gemm import forward, wgrad
+from titan_fp8moe.recipe import BLOCK
 
 
 def work_tiles(module, num_ctas, ends, *problem):
@@ -84,18 +83,3 @@ def test_longer_of_two_experts_is_first(blocks):
     assert num_k_blocks == sorted(num_k_blocks, reverse=True)
     # A wave of 132, then the halves of the remaining 44.
     assert [tile.is_wide for tile in tiles] == 132 * [True] + 88 * [False]
-
-
-@pytest.mark.parametrize(
-    "N, K, parts, transposed",
-    [(2048, 1408, 1, True), (2816, 1408, 2, False), (2816, 2048, 2, False), (1408, 1408, 1, False),
-     (512, 128, 2, True)],
-)  # fmt: skip
-def test_wgrad_is_transposed_where_that_avoids_narrow_tiles(N, K, parts, transposed, monkeypatch):
-    """tests/kernels/test_grouped_mm.py has the results of both."""
-    monkeypatch.setattr(grouped_mm, "is_hopper", lambda x: True)
-    a, b = (torch.empty(n, 512, dtype=FP8, device="meta") for n in (N, K))
-    a_scale, b_scale = (torch.empty(n // BLOCK, 4, dtype=E8M0, device="meta") for n in (N, K))
-    offsets = torch.empty(2, dtype=torch.int32, device="meta")
-    (launch,) = record_launches(grouped_mm.grouped_mm_wgrad, a, a_scale, b, b_scale, offsets, torch.bfloat16, parts)
-    assert launch.arguments["TRANSPOSED"] == transposed

@@ -3,7 +3,7 @@
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime import jit
 
-from tests.offline_compile import no_driver
 from titan_fp8moe.kernels import launch
 from titan_fp8moe.kernels.gemm import grouped_mm
 from titan_fp8moe.kernels.gemm import launch as gemm_launch
@@ -32,6 +31,12 @@ def three(x, y, z, desc, n, m, SIZE: tl.constexpr, FLAG: tl.constexpr):
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 BINDER = jit.create_function_from_signature(three.kernel.signature, three.kernel.params, BACKEND)
 BUFFER = torch.empty(4096, dtype=torch.uint8)
+
+
+def no_driver(device=0):
+    """A context in which launches find this current device."""
+    names = dict(_cuda_getDevice=lambda: device, _cuda_getCurrentRawStream=lambda device: f"stream {device}")
+    return patch.multiple(torch._C, create=True, **names)
 
 
 def of_triton(args, constants):

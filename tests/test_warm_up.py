@@ -23,10 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("Triton's interpreter compiles nothing", allow_module_level=True)
-
 from tests.conftest import begin
+from tests.offline_compile import each
 from tests.processes import call, ended_well, run_workers, time_limit
 from titan_fp8moe import Adapter, Lora, ops, recipe
 from titan_fp8moe import warm_up as command
@@ -48,10 +46,6 @@ T, K, E, D, H = 96, 2, 4, 256, 128
 def launched(launches: Iterable[worker.Launch]) -> set[str]:
     """Readable keys of launches, the same in every process."""
     return {f"{k.kernel.__name__} {k._key(0, args, constants)[0]}" for k, args, constants in launches}
-
-
-def each(function: Callable[[Any], Any], weights: Any) -> ExpertWeights:
-    return ExpertWeights(*map(function, weights))
 
 
 def matrices(E: int, H: int, D: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> ExpertWeights:
@@ -196,11 +190,11 @@ def test_the_kernels_of_two_ranks():
 
 @pytest.fixture
 def layer(tmp_path, monkeypatch):
-    """On meta tensors. What it launches is compiled into an empty cache."""
+    """With a frozen weight, on meta tensors. What it launches is compiled into an empty cache."""
     active = driver._active
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    x, w = (torch.zeros(n, D, device="meta", requires_grad=True) for n in (T, H))
-    yield functools.partial(linear, x, w, Fp8FlowMoEConfig())
+    x, w = (torch.zeros(n, D, device="meta", requires_grad=n == T) for n in (T, H))
+    yield functools.partial(linear, x, w, Fp8FlowMoEConfig(), frozen=True)
     driver.set_active(active)
 
 

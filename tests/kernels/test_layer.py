@@ -67,11 +67,14 @@ def test_nothing_but_kernels(monkeypatch, request, seed, recompute, exchanged):
 
 
 PADDED = ROUTED | dict(dim=192, hidden=80, biased=True, activation="clamped_swiglu")
+FFN = dict(entry="feed_forward", shared="plain", experts=1, frozen=("scores", "w1", "w2", "w3"))  # without scores
 LAYERS = {
     "routed_experts": ROUTED,
     "padded, transposed": PADDED | dict(stored="fused", lies="swapped"),
     "padded, interleaved": PADDED | dict(stored="interleaved"),
     "grouped_mm, transposed": dict(entry="grouped_mm", lies="swapped"),
+    "feed_forward": FFN,
+    "feed_forward, FP8 h": FFN | dict(config=Fp8FlowMoEConfig(save_h="fp8")),
     "grouped_ffn, recomputed": dict(entry="grouped_ffn", config=Fp8FlowMoEConfig(recompute="experts")),
 }
 

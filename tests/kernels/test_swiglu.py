@@ -140,20 +140,3 @@ def test_forward_and_backward(generator, spec, hidden, fp8_h, biased):
             want_dbias = recipe.bias_gradient(torch.cat([dbias_rows[:, valid[0] > 0], db2_rows], 1), offsets_E)
             assert dbias[0].dtype == torch.bfloat16 and not dbias[0][[0, 3]].any()
             torch.testing.assert_close(dbias[0].float(), want_dbias, rtol=0.01, atol=1e-10, equal_nan=True)
-
-
-@pytest.mark.parametrize("fp8_h", [False, True])
-def test_without_a_router(generator, fp8_h):
-    """Scores of None are ones, and have no gradient."""
-    M, H = 256, 384
-    h, d, _ = inputs(generator, M, H)
-    end, kept, results = offsets(M, device=h.device), (h, None), []
-    if fp8_h:
-        q, scale = recipe.quantize_rows(h)
-        kept = q, recipe.column_major(scale)
-    for score in (None, torch.ones(M, device=h.device)):
-        forward = swiglu.swiglu_quantize(h, score, end, ExpertSpec(), fp8_h)
-        *backward, ds = swiglu.swiglu_quantize_backward(d, *kept, score, end, ExpertSpec(), True)
-        assert len(ds) == (0 if score is None else M)
-        results.append([*forward, *backward])
-    assert_same_bits(*results)
