@@ -49,7 +49,7 @@ def matrices(E: int, H: int, D: int, dtype: torch.dtype = torch.bfloat16, form: 
     if form == "apart":
         return each(lambda shape: meta(E, *shape, dtype=dtype), ((H, D), (D, H), (H, D)))
     if form == "turned":
-        return each(lambda shape: meta(E, *shape, dtype=dtype).mT, ((D, 2 * H), (H, D)))
+        return each(lambda shape: meta(E, *shape, dtype=dtype).detach().mT.requires_grad_(), ((D, 2 * H), (H, D)))
     return each(lambda shape: meta(E, *shape, dtype=dtype), ((2 * H if form == "fused" else H, D), (D, H)))
 
 
