@@ -9,8 +9,11 @@ import functools
 import io
 import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor  # of plain Triton
@@ -78,6 +82,16 @@ class Compiled:
         self.warnings = [line for line in self.log.splitlines() if "warning" in line.lower() or "C75" in line]
 
 
+def _ptxas(ptx: str, capability: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        target = ["--gpu-name", sm_arch_from_capability(capability)]
+        options = ["--regAllocOptLevel=2"] if TRITON >= (3, 7) else []  # as Triton calls it
+        command = [get_ptxas(capability).path, "-v", *options, *target, path, "-o", path.with_suffix(".cubin")]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
 class Launch(NamedTuple):
     """One recorded launch, with pointers in the place of meta tensors."""
 
@@ -112,13 +126,12 @@ class Launch(NamedTuple):
         target = GPUTarget("cuda", capability, 32)
         device = dict(get_current_device=lambda: capability, get_current_target=lambda: target)
         gpu = SimpleNamespace(**vars(NO_GPU) | device)
-        options = triton.knobs.nvidia, triton.knobs.compilation
-        with options[0].scope(), options[1].scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
             triton.knobs.nvidia.dump_ptxas_log = True
-            triton.knobs.compilation.always_compile = True  # a kernel in Triton's cache has no log
             with patch.object(driver, "_active", gpu):
                 compiled = self.kernel.compile(self.args, self.constants)
-        found = Compiled(self.name, compiled.metadata.shared, compiled.asm, log.getvalue())
+        said = log.getvalue() or _ptxas(compiled.asm["ptx"], capability)  # nothing if it was in Triton's cache
+        found = Compiled(self.name, compiled.metadata.shared, compiled.asm, said)
         return _compiled.setdefault((capability, self.key), found)
 
 
