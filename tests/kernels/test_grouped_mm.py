@@ -142,6 +142,14 @@ def test_nan_stays_in_its_row(kernels, generator):
     torch.testing.assert_close(out[others], clean[others], rtol=0, atol=0)
 
 
+def test_result_does_not_depend_on_the_other_rows(kernels, generator):
+    a, a_scale, b, b_scale = make_operands(generator, 512, 128, 256, 2)
+    both = kernels.grouped_mm(a, a_scale, b, b_scale, offsets(256, 512, device=a.device), torch.float32)
+    scale = recipe.column_major(a_scale[256:])
+    alone = kernels.grouped_mm(a[256:], scale, b, b_scale, offsets(0, 256, device=a.device), torch.float32)
+    torch.testing.assert_close(both[256:], alone, rtol=0, atol=0)
+
+
 # --- out[e] = sum of a[m]^T b[m] --------------------------------------------------------------------------------------
 
 
