@@ -93,7 +93,8 @@ def _without_match(parts: Sequence[str], state: dict[str, Tensor], to_hf: Callab
     """Those of ``parts`` that are in no matrix's name."""
     metas = {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in state.items() if t.dim() > 1}
     tensors = (item for key, meta in metas.items() for item in to_hf({key: meta}).items())
-    names = [name for name, tensor in tensors if is_matrix(name, tensor)]
+    chosen = ((name, tensor) for name, tensor in tensors if any(part in name for part in parts))
+    names = [name for name, tensor in chosen if is_matrix(name, tensor)]
     return [part for part in parts if not any(part in name for name in names)]
 
 

@@ -35,7 +35,7 @@ from titan_fp8moe.dispatch.symmetric.workspace import Sizes, capacities
 from titan_fp8moe.nn.linear import Fp8FlowLinear
 from titan_fp8moe.nn.parallel import local_of
 from titan_fp8moe.recipe import SCALE_TILE, group_rows, padded, row_capacity
-from titan_fp8moe.trainer import auto_dispatch
+from titan_fp8moe.trainer import auto_dispatch, preflight
 from titan_fp8moe.trainer.dry_run import Built, MetaMoE, converted
 from titan_fp8moe.trainer.experts import Fp8FFN, TitanExperts, fsdp_shards
 
@@ -179,7 +179,8 @@ def report(job: Job, built: Built, why_all_to_all: str | None) -> list[str]:
         layer.routed for _, layer in converted(built.parts, built.moe_of) if isinstance(layer, MetaMoE)
     ]
     if routed:
-        way, changes = auto_dispatch.describe(routed[0].config, built.layout, why_all_to_all)
+        with preflight.for_other_machines():
+            way, changes = auto_dispatch.describe(routed[0].config, built.layout, why_all_to_all)
         lines += [f"dispatch  {way.removeprefix('dispatch ')}"] * bool(way)
     if (found := estimate(job, built.parts)) is None:
         return lines
