@@ -156,12 +156,12 @@ def convert(model: Any, job: Any, settings: Fp8FlowMoEConfig) -> None:
 def _check(job: Any, settings: Fp8FlowMoEConfig, dims: tt.ParallelDims, layers: dict[str, Any]) -> tuple[bool, str]:
     """Checks the job; says whether the experts stay in FSDP, and how tokens travel."""
     layout = job_checks.expert_layout(job, dims)
+    way = auto_dispatch.prepare(settings, layout, job_checks.why_all_to_all(job), len(layers))
     job_checks.check_job(job, settings)
     preflight.check_dispatch(settings, layout)
     preflight.warn_of_settings_without_effect(settings, layout)
     for name, layer in layers.items():
         job_checks.check_layer(name, layer, settings, layout)
-    way = auto_dispatch.prepare(settings, layout, job_checks.why_all_to_all(job), len(layers))
     return preflight.fsdp_has_work(job, layout, dims), way
 
 
