@@ -6,6 +6,7 @@ import lzma
 import re
 import statistics
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -105,6 +106,21 @@ def test_pages_have_their_sources_figures():
     assert pages.ledger.unused() == []
     found = [name for text in texts.values() for _, name, _ in tables.MARKED.findall(text)]
     assert sorted(found) == sorted(tables.TABLES)  # each on one page
+
+
+def test_moved_figures_are_found():
+    """Of each page, by 3 to 15% at random, in tables too."""
+    pages, random, moved, found = tables.Pages(tables.read()), Random(0), 0, 0
+    for name in tables.PAGES:
+        text = (ROOT / name).read_text()
+        for figure in check.FIGURE.finditer(check.hidden(text, check.NO_FIGURES)):
+            value = float(figure[0].replace(",", "").replace(check.MINUS, "-"))
+            value *= 1 + random.choice((-1, 1)) * random.uniform(0.03, 0.15)
+            new = check.printed(value, figure[0])
+            if new != figure[0]:
+                moved += 1
+                found += bool(pages.errors(name, text[: figure.start()] + new + text[figure.end() :]))
+    assert moved > 900 and found / moved >= 0.97, f"{found} of {moved}"
 
 
 def test_a_figure_needs_a_line():
