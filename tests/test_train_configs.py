@@ -1,4 +1,4 @@
-"""What a job is told before it trains: dry runs of every file in train_configs, and what is wrong with checkpoints."""
+"""Before a job trains: dry runs of every file in train_configs, and what is wrong with its checkpoint."""
 
 import re
 from pathlib import Path
