@@ -78,7 +78,6 @@ class Fp8FlowMoEConverter(ModelConverter):
         announce(plan, self.config, logger, way)
         if fp8:
             prepare_torchtitan()
-            patches.log()
         converted = {part.name for part in fp8}
         # Clipping needs all gradients on one mesh, and bf16 experts are on FSDP's.
         in_fsdp = self.fsdp_has_work or any(part.kind == MOE and part.reason for part in plan)
@@ -95,6 +94,8 @@ class Fp8FlowMoEConverter(ModelConverter):
                 meta.compile_ahead((m for name, m in found.items() if name in converted), self.tokens)  # in their order
             watched = {part.name for part in fp8 if part.kind != SHARED}
             metrics.watch({name: getattr(m, "experts", m) for name, m in model.named_modules() if name in watched})
+        if fp8:
+            patches.log()
 
     def _check_linear(self, name: str, linear: nn.Linear) -> None:
         if self.converts_linears:

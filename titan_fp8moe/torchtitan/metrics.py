@@ -19,7 +19,8 @@ _watching: list[NanWatch] = []
 def watch(layers: dict[str, nn.Module]) -> None:
     """Gives the layers NaN flags, in the order of the forward. Those of an earlier model are forgotten.
 
-    Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged."""
+    Extends ``MetricsProcessor.should_log``, which every rank calls after each step, also when no loss is logged.
+    """
     _watching[:] = [NanWatch(list(layers), layers, utils.device_type, logger)]
     patches.wrap(MetricsProcessor, "should_log", _looking, checked_on="torchtitan 0.2.2")
 
